@@ -19,6 +19,8 @@ The experts may be divided among the ranks of several data-parallel replicas, re
 of all of them, rows are those of all replicas, which may have unequal numbers of them, and the gradients of W1 and W2
 are sums over all rows, divided by the number of replicas as those that replicas average.
 
+An expert that every row has (shared_expert.py) adds its parts behind the k, and its gradients of n behind the k + 1.
+
 Saved: n or how to recompute it, z [n, 2 F], logits, weights and places; on several ranks with ``keep`` the rows that
 arrived, which are otherwise sent again in backward.
 """
@@ -52,6 +54,7 @@ from ..parallel import TensorParallel
 from .assumed import assumed_rows
 from .crossings import expanded
 from .records import ExpertWeightGrad, SavedInput, WantedGrads, restore, save
+from .shared_expert import SharedGrads, SharedParts, SharedSaved, SharedWeights, shared_bwd, shared_fwd
 
 # ---- where rows go ----
 
@@ -158,21 +161,24 @@ class Routes(NamedTuple):
 class RoutedParts(NamedTuple):
     """The experts' outputs, and the router's logits and choice of the rows that are valid."""
 
-    parts: Tensor  # [k, m, D]
+    parts: Tensor  # [k, m, D], with a shared expert more
     logits: Tensor  # [valid, E], fp32 (fp64 for fp64)
     chosen: Tensor  # int32 [valid, k]
 
 
 class ExpertOptions(NamedTuple):
-    """``experts``: the ranks that hold them.  ``valid``: the first rows of n, behind which stands padding, which goes
-    nowhere.  ``keep``: rows that arrive are saved for backward."""
+    """``experts``: the ranks that hold ``count`` experts.  ``valid``: the first rows of n, behind which stands padding,
+    which goes nowhere.  ``keep``: rows that arrive are saved for backward.  ``shared``: of the expert that every row
+    has.  ``deferrals``: of the weights of the experts, and of the shared one."""
 
     experts: TensorParallel
+    count: int
     routing: Routing
     activation: str
     valid: int
     keep: bool
-    deferral: Later | None
+    shared: SharedParts
+    deferrals: tuple[Later | None, Later | None]
 
 
 class RoutedExperts(Function):
@@ -184,45 +190,59 @@ class RoutedExperts(Function):
         w2: Tensor,
         wr: Tensor,
         bias: Tensor | None,
+        shared_w1: Tensor | None,
+        shared_w2: Tensor | None,
         options: ExpertOptions,
         tp: TensorParallel,
         recompute: Recompute | None,
     ) -> RoutedParts:
+        """``wr``: the router's weight [E, D], and behind it the shared expert's gate's, [1, D]."""
         ctx.set_materialize_grads(False)
-        experts, routing, activation, valid, keep, ctx.deferral = options
-        rows, (m, _) = n[0, :valid], n.shape[1:]
-        weights, chosen, logits = router_fwd(rows, wr, bias, routing)
-        routes = Routes.of(chosen, len(wr), m, experts)
-        x, at = routes.there(rows, routes.order.rows(routing.k))
+        experts, E, routing, activation, valid, keep, shared, _ = options
+        rows, (m, _), k = n[0, :valid], n.shape[1:], routing.k
+        weights, chosen, logits = router_fwd(rows, wr[:E], bias, routing)
+        routes = Routes.of(chosen, E, m, experts)
+        x, at = routes.there(rows, routes.order.rows(k))
         g = routes.numbers_there(weights)
         z, a = experts_up(x, at, w1, activation, tile=tp.row_tile)
         places, count = routes.destinations()
-        parts = routes.back(experts_down(a, places, w2, g, count=count, tile=tp.row_tile), routing.k)
         order, exchange = routes.order, routes.exchange
+        room = shared.parts * m if exchange is None else 0
+        y = experts_down(a, places, w2, g, count=count, tile=tp.row_tile, room=room)
+        parts, shared_saved = routes.back(y, k + shared.parts), ()
+        if shared.parts > 0:
+            assert shared_w1 is not None and shared_w2 is not None
+            parts[k:], shared_saved = shared_fwd(
+                n[0], shared_w1, shared_w2, wr[E:], valid=valid, activation=activation, tp=tp
+            )
         arrived = (None, None) if exchange is None else tuple(exchange.arrived)
         kept = x if keep and exchange is not None else None
-        save(ctx, (w1, w2, wr, weights, chosen, logits, g, z, kept, *order, *arrived), SavedInput.of(n, recompute, tp))
-        counts = None if exchange is None else (exchange.sent, exchange.received)
-        ctx.args, ctx.mains = (experts, routing, activation, valid, m, counts), mains(w1, w2)
+        inputs, saved = (w1, w2, wr, shared_w1, shared_w2), (weights, chosen, logits, g, z, kept, *order, *arrived)
+        save(ctx, (*inputs, *saved, *shared_saved), SavedInput.of(n, recompute, tp))
+        ctx.args = options, m, None if exchange is None else (exchange.sent, exchange.received)
+        ctx.mains = mains(w1, w2), mains(shared_w1, shared_w2)
         ctx.mark_non_differentiable(chosen)
         return RoutedParts(parts, logits, chosen)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dparts: Tensor | None, dlogits: Tensor | None, _chosen: None) -> tuple[Tensor | None, ...]:
-        (w1, w2, wr, weights, chosen, logits, g, z, x, *places), n = restore(ctx)
-        experts, routing, activation, valid, m, counts = ctx.args
-        numbers, offsets, *arrived = places
+        tensors, n = restore(ctx)
+        (w1, w2, wr, *shared_weights), (weights, chosen, logits, g, z, x, *places) = tensors[:5], tensors[5:]
+        numbers, offsets, *arrived = places[:4]
+        (experts, E, routing, activation, valid, _, shared, deferrals), m, counts = ctx.args
         exchange = None if counts is None else RowExchange(counts[0], counts[1], ExpertRows(*arrived))
-        routes = Routes(ExpertOrder(numbers, offsets), routing.k, m, tp=experts, exchange=exchange)
-        grads, rows = WantedGrads.of(ctx, ("weight", "out_weight")), n.shard()[:valid]
+        k, routes = routing.k, Routes(ExpertOrder(numbers, offsets), routing.k, m, tp=experts, exchange=exchange)
+        needs, names, row_shard = ctx.needs_input_grad, ("weight", "out_weight"), n.shard()
+        grads, rows = WantedGrads.among(names, needs[1:3], deferrals[0], ctx.mains[0]), row_shard[:valid]
         if dparts is None:  # the parts are not used, the logits are
-            dparts = rows.new_zeros(()).expand(routing.k, m, rows.shape[1])
-        dy, at = routes.there(*rows_of_gradient(dparts, routes.order))
+            dparts = rows.new_zeros(()).expand(k + shared.parts, m, rows.shape[1])
+        dy, at = routes.there(*rows_of_gradient(dparts[:k], routes.order))
         dz, ga, dg = experts_dact(dy, at, w2, z, weights=g, activation=activation)
         destinations, count = routes.destinations()
-        room = 0 if exchange is not None else m
-        dn = routes.back(experts_dx(dz, destinations, w1, count, room=room), routing.k + 1)
+        slots = 1 + shared.gradients
+        room = 0 if exchange is not None else slots * m
+        dn = routes.back(experts_dx(dz, destinations, w1, count, room=room), k + slots)
         dw1: Tensor | None = None
         dw2: Tensor | None = None
         dwr: Tensor | None = None
@@ -230,16 +250,24 @@ class RoutedExperts(Function):
             sides = Sides(dy, ga, at.offsets, dy_index=at.row_index)
             dw2, _ = grads.run("out_weight", ExpertWeightGrad(sides, w2.dtype, experts.replicas))
         if grads.weight:
-            x, at = routes.there(rows, routes.order.rows(routing.k)) if x is None else (x, at)
+            x, at = routes.there(rows, routes.order.rows(k)) if x is None else (x, at)
             sides = Sides(dz, x, at.offsets, x_index=at.row_index)
             dw1, _ = grads.run("weight", ExpertWeightGrad(sides, w1.dtype, experts.replicas))
         if valid < m:
-            dn[routing.k, valid:] = 0
-        dweights, dx = routes.numbers_back(dg), dn[routing.k, :valid]
-        dlogits = router_bwd(dweights, dlogits, Routed(logits, weights, chosen), wr, routing=routing, dx=dx)
-        if ctx.needs_input_grad[3]:
+            dn[k, valid:] = 0
+        dweights, dx = routes.numbers_back(dg), dn[k, :valid]
+        dlogits = router_bwd(dweights, dlogits, Routed(logits, weights, chosen), wr[:E], routing=routing, dx=dx)
+        of_shared = SharedGrads()
+        if shared.parts > 0:
+            grads = WantedGrads.among(names, needs[5:7], deferrals[1], ctx.mains[1])
+            of_shared = shared_bwd(
+                dparts[k:], row_shard, (*shared_weights, wr[E:]), SharedSaved(*places[4:]), dn[k + 1 :],
+                valid=valid, activation=activation, grads=grads, tp=n.tp,
+            )  # fmt: skip
+        if needs[3]:
+            dlogits = dlogits if of_shared.logits is None else torch.cat((dlogits, of_shared.logits), 1)
             dwr = _router_gradient(dlogits, rows, m, n.tp).to(wr.dtype)
-        return dn, dw1, dw2, dwr, None, None, None, None
+        return dn, dw1, dw2, dwr, None, of_shared.w1, of_shared.w2, None, None, None
 
 
 def _router_gradient(dlogits: Tensor, rows: Tensor, m: int, tp: TensorParallel) -> Tensor:
@@ -266,12 +294,14 @@ def routed_experts(
     activation: str,
     tp: TensorParallel,
     experts: TensorParallel | None = None,
+    shared: SharedWeights | None = None,
     valid: int | None = None,
     recompute: Recompute | None = None,
     keep: bool = True,
 ) -> RoutedParts:
     """Sends rows to the experts that the router chooses: x [m, D] or expanded [k + 1, m, D] -> parts [k, m, D], to be
-    summed over k, and the router's logits and choice.
+    summed over k, and the router's logits and choice.  With ``shared``, the weights of an expert that every row has, x
+    and parts have its :class:`SharedParts` more.
 
     Each rank of ``tp`` has m rows of its own, m the same on all, of which the first ``valid`` (all) are rows and the
     others padding, whose parts are 0.  fc1_weight [E / R, F, 2, D] and fc2_weight [E / R, D, F] are this rank's experts
@@ -282,19 +312,29 @@ def routed_experts(
     ``keep``: rows that arrive from other ranks are saved, not sent again.
     """
     x, fc1_weight, fc2_weight = autocast(x, fc1_weight, fc2_weight)
-    x = expanded("routed_experts", x, tp, copies=routing.k + 1)
+    pairs = [(fc1_weight.flatten(1, 2), fc2_weight)]
+    more = SharedParts()
+    if shared is not None:
+        more = SharedParts.of(tp, gated=shared.gated)
+        pairs.append(autocast(*shared.by_leaves(tp)))
+    x = expanded("routed_experts", x, tp, copies=routing.k + 1 + more.gradients)
     m = x.shape[1]
-    weights = fc1_weight.flatten(1, 2), fc2_weight
     valid = m if valid is None else valid
     check(0 <= valid <= m, f"routed_experts: valid must be 0 to {m}, the rows of this rank, got {valid}")
     check_leaves("routed_experts", x, tp.leaves)
-    check_expert_tiles(x, *weights, tile=tp.row_tile)
-    deferral = later(x, weights[0], None, weights[1])
-    if deferral is not None:
-        weights = weights[0].detach(), weights[1].detach()
+    for pair in pairs:
+        check_expert_tiles(x, *pair, tile=tp.row_tile)
+    deferrals = [later(x, w1, None, w2) for w1, w2 in pairs]
+    weights = [w if deferral is None else w.detach() for pair, deferral in zip(pairs, deferrals) for w in pair]
+    none = [None] * (2 - len(pairs))
     gated = ACTIVATIONS[activation].gated
     assert gated is not None
-    options = ExpertOptions(tp if experts is None else experts, routing, gated, valid, keep=keep, deferral=deferral)
     router_weight = router_weight.to(acc_dtype(x))
-    outputs = RoutedExperts.apply(x, *weights, router_weight, router_bias, options, tp, recompute)
+    options = ExpertOptions(
+        tp if experts is None else experts, len(router_weight) - (shared is not None and shared.gated), routing, gated,
+        valid, keep, more, (*deferrals, *none),
+    )  # fmt: skip
+    outputs = RoutedExperts.apply(
+        x, *weights[:2], router_weight, router_bias, *(weights[2:] or (None, None)), options, tp, recompute
+    )
     return RoutedParts(*outputs)

@@ -49,6 +49,8 @@ class GPTConfig(ModelConfig):
     num_experts: int | None = None  # gated MLPs in place of each one; None: there is one
     experts_per_token: int | None = None
     expert_size: int | None = None  # their width; None: ffn_size
+    shared_size: int | None = None  # width of an expert that every token has beside them; None: there is none
+    shared_gate: bool = False  # its output is multiplied by a sigmoid of the token
     renormalize: bool = True  # a token's weights of its experts are divided by their sum
     mlp_layers: tuple[int, ...] = ()  # layers with an MLP where all others have experts
     balanced: bool = False  # transformers' loss that keeps experts equally busy is added to the cross entropy
@@ -88,6 +90,10 @@ class GPTConfig(ModelConfig):
         check(
             experts * elements <= MAX_WEIGHT,
             f"GPTConfig: a weight of {experts} experts of {elements} elements is more than {MAX_WEIGHT}",
+        )
+        check(
+            2 * (self.shared_size or 0) * self.hidden_size <= MAX_WEIGHT,
+            f"GPTConfig: a weight of shared_size={self.shared_size} x 2 x {self.hidden_size} is more than {MAX_WEIGHT}",
         )
         check(
             set(self.mlp_layers) <= set(range(self.num_layers)),
@@ -131,7 +137,9 @@ class GPTConfig(ModelConfig):
         mlp = MLPShape(self.hidden_size, self.expert_width, self.activation, self.gated, bias=self.mlp_bias)
         k = self.experts_per_token
         routing = None if k is None else Routing(k, renormalize=self.renormalize)
-        return mlp_or_experts("GPTConfig", mlp, self.num_experts, routing)
+        return mlp_or_experts(
+            "GPTConfig", mlp, self.num_experts, routing, shared_size=self.shared_size, shared_gate=self.shared_gate
+        )
 
     @property
     def wiring(self) -> str:
