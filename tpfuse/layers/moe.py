@@ -59,8 +59,8 @@ class ParallelMoE(ParallelModule):
     the router's gradient, a sum over ranks in fp32, agrees to rounding, and with ``tp.bitwise`` has the same bits too.
     (On CPUs with the same number of threads; on a GPU by tiles of one size.)  Without sequence parallelism a rank takes
     its share of the rows and the results are collected, rounded once more than with it (with ``tp.bitwise`` alike).
-    With a shared expert, whose output is a sum over ranks, outputs and gradients of x agree to rounding, and with
-    ``tp.bitwise`` have the same bits.
+    With a shared expert, whose output is a sum over ranks, outputs and gradients of x and of its weights agree to
+    rounding, and with ``tp.bitwise`` have the same bits.
 
     ``experts``: mesh["dp", "tp"], over whose ranks the experts are divided in place of those of ``tp``, so that R is
     their number; rows of all replicas travel over them, and every replica makes the same calls, of as many rows as it
