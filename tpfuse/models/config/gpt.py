@@ -232,7 +232,8 @@ class GPTConfig(ModelConfig):
         if family.windows == WINDOWED_LAYERS:
             types = [FULL if w is None else SLIDING for w in self.windows]
             config |= dict(use_sliding_window=self.window is not None, sliding_window=self.window, layer_types=types)
-            config["max_window_layers"] = types.index(SLIDING) if SLIDING in types else self.num_layers
+            if not family.windows_first:
+                config["max_window_layers"] = types.index(SLIDING) if SLIDING in types else self.num_layers
         elif family.windows == NO_WINDOW and self.window is not None:
             raise ValueError(
                 f"GPTConfig: a {self.family} model of transformers has no sliding window, got window={self.window}"

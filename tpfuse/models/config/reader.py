@@ -87,8 +87,9 @@ class Reader:
     def windows(self, layers: int) -> dict[str, Any]:
         """Returns the window, and which layers have it."""
         window = self.window()
-        full = layers if window is None else self.config["max_window_layers"]
-        types = self._layer_types([SLIDING if i >= full else FULL for i in range(layers)])
+        bound = self.config["max_window_layers"]
+        some = range(0, min(bound, layers), 2) if self.family.windows_first else range(bound, layers)
+        types = self._layer_types([SLIDING if window is not None and i in some else FULL for i in range(layers)])
         return dict(window=window, layer_types=None if window is None and types == (FULL,) * layers else types)
 
     def _layer_types(self, usual: list[str]) -> tuple[str, ...]:
