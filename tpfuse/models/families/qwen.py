@@ -24,9 +24,13 @@ QWEN3 = llama_like(
 QWEN2_MOE = with_experts(
     llama_like(
         "Qwen2MoeForCausalLM",
-        keys=dict(qkv_bias=("qkv_bias",), shared_size=("shared_expert_intermediate_size",))
-        | EXPERTS
-        | dict(expert_size=("moe_intermediate_size",)),
+        keys=EXPERTS
+        | dict(
+            num_experts=("num_experts",),
+            expert_size=("moe_intermediate_size",),
+            shared_size=("shared_expert_intermediate_size",),
+            qkv_bias=("qkv_bias",),
+        ),
         sources=shared_expert_sources,
         windows=WINDOWED_LAYERS,
         out_bias=False,
