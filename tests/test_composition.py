@@ -62,6 +62,7 @@ OTHERS = {
         qk_norm_kind="gemma_rms",
     ),  # fmt: skip
     "OLMo 2": replace(LLAMA, pre_norm=False, branch_norm=True, qk_norm=True, qk_norm_all=True),
+    "Qwen2-MoE": replace(MIXTRAL, family="qwen2_moe", qkv_bias=True, shared_size=24, shared_gate=True),
 }
 BERT = BertConfig(**SIZES, **NO_DROPOUT)
 EVERYDAY = {"packed documents"}
@@ -215,7 +216,7 @@ class Run:
         tp = TensorParallel(self.mesh["tp"], sequence_parallel="sequence parallelism" in on, overlap=overlap)
         self.model = make(name, on, tp, self.mesh["dp"])
         if "LoRA" in on:
-            targets = ("qkv", "out") if name == "Mixtral" else TARGETS  # experts have no adapters
+            targets = ("qkv", "out") if name in ("Mixtral", "Qwen2-MoE") else TARGETS  # experts have no adapters
             tpfuse.add_lora(self.model, rank=2, alpha=4.0, seed=3, targets=targets)
         if "deepcopy" in on:
             self.model = copy.deepcopy(self.model)

@@ -40,7 +40,7 @@ class Case(NamedTuple):
 
     @property
     def rounded(self) -> set[str]:
-        """What agrees to rounding alone: sums over ranks, and the shared expert's weights, of which each has columns."""
+        """What agrees to rounding alone: sums over ranks, and a shared expert's weights, of which each has columns."""
         shared = {"shared_fc1", "shared_fc2", "shared_gate", "x", "y"}
         return set() if self.bitwise else {"router"} | (set() if self.shared is None else shared)
 

@@ -85,6 +85,6 @@ class ExpertSizes(NamedTuple):
 
     def messages(self) -> int:
         """Returns how many messages that is where rows are kept: counts, x, weights, y, dy, dx, gradients of weights,
-        and those of the router's gradient; with a shared expert its x twice, gate, y, dy, dx and the gate's gradient."""
+        and those of the router's gradient; of a shared expert x twice, gates, y, dy, dx and the gate's gradient."""
         shared = 0 if self.shape.shared_size is None else 6 + self.shape.shared_gate
         return (7 + shared) * (self.ranks - 1) + reduce_messages(self.router, self.ranks)

@@ -76,7 +76,9 @@ def check_shared(caller: str, shared_size: int | None, *, shared_gate: bool, num
         shared_size is None or num_experts is not None,
         f"{caller}: shared_size={shared_size} needs num_experts, got None",
     )
-    check(not shared_gate or shared_size is not None, f"{caller}: shared_gate={shared_gate} needs shared_size, got None")
+    check(
+        not shared_gate or shared_size is not None, f"{caller}: shared_gate={shared_gate} needs shared_size, got None"
+    )
 
 
 def mlp_or_experts(

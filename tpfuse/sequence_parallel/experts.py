@@ -44,7 +44,7 @@ from ..kernels.experts.reference import check_expert_tiles
 from ..kernels.experts.router import router_bwd, router_fwd, router_wgrad
 from ..kernels.gemm.activation import ACTIVATIONS
 from ..kernels.norm import Recompute
-from ..kernels.runtime.deferred import Later, later
+from ..kernels.runtime.deferred import Later, detached, later
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.function import Function, once_differentiable
 from ..kernels.runtime.leaves import check_leaves, tree_of_new
@@ -167,12 +167,12 @@ class RoutedParts(NamedTuple):
 
 
 class ExpertOptions(NamedTuple):
-    """``experts``: the ranks that hold ``count`` experts.  ``valid``: the first rows of n, behind which stands padding,
+    """``experts``: the ranks that hold ``num_experts``.  ``valid``: the first rows of n, behind which stands padding,
     which goes nowhere.  ``keep``: rows that arrive are saved for backward.  ``shared``: of the expert that every row
     has.  ``deferrals``: of the weights of the experts, and of the shared one."""
 
     experts: TensorParallel
-    count: int
+    num_experts: int
     routing: Routing
     activation: str
     valid: int
@@ -209,7 +209,8 @@ class RoutedExperts(Function):
         order, exchange = routes.order, routes.exchange
         room = shared.parts * m if exchange is None else 0
         y = experts_down(a, places, w2, g, count=count, tile=tp.row_tile, room=room)
-        parts, shared_saved = routes.back(y, k + shared.parts), ()
+        parts = routes.back(y, k + shared.parts)
+        shared_saved: tuple[Any, ...] = ()
         if shared.parts > 0:
             assert shared_w1 is not None and shared_w2 is not None
             parts[k:], shared_saved = shared_fwd(
@@ -309,32 +310,35 @@ def routed_experts(
     gradients of both are divided by the number of replicas.  ``activation`` is that of the gate; router_weight [E, D]
     and router_bias [E] as in ``kernels.route``, the same on every rank, and the weight's gradient is that of this
     rank's rows: sum it, as ``collectives.copy`` does.  ``recompute``: n is not saved, but recomputed in backward.
-    ``keep``: rows that arrive from other ranks are saved, not sent again.
+    ``keep``: rows that arrive from other ranks are saved, not sent again.  Of a shared expert with a gate router_weight
+    is [E + 1, D], the gate's weight behind the router's.
     """
     x, fc1_weight, fc2_weight = autocast(x, fc1_weight, fc2_weight)
-    pairs = [(fc1_weight.flatten(1, 2), fc2_weight)]
-    more = SharedParts()
+    more, shared_w1, shared_w2 = SharedParts(), None, None
     if shared is not None:
         more = SharedParts.of(tp, gated=shared.gated)
-        pairs.append(autocast(*shared.by_leaves(tp)))
+        shared_w1, shared_w2 = autocast(*shared.by_leaves(tp))
+        check_expert_tiles(x, shared_w1, shared_w2, tile=tp.row_tile)
     x = expanded("routed_experts", x, tp, copies=routing.k + 1 + more.gradients)
-    m = x.shape[1]
+    m, w1 = x.shape[1], fc1_weight.flatten(1, 2)
     valid = m if valid is None else valid
     check(0 <= valid <= m, f"routed_experts: valid must be 0 to {m}, the rows of this rank, got {valid}")
     check_leaves("routed_experts", x, tp.leaves)
-    for pair in pairs:
-        check_expert_tiles(x, *pair, tile=tp.row_tile)
-    deferrals = [later(x, w1, None, w2) for w1, w2 in pairs]
-    weights = [w if deferral is None else w.detach() for pair, deferral in zip(pairs, deferrals) for w in pair]
-    none = [None] * (2 - len(pairs))
+    check_expert_tiles(x, w1, fc2_weight, tile=tp.row_tile)
+    deferral, *weights = _deferred(x, w1, fc2_weight)
+    shared_deferral, *shared_weights = _deferred(x, shared_w1, shared_w2)
     gated = ACTIVATIONS[activation].gated
     assert gated is not None
-    router_weight = router_weight.to(acc_dtype(x))
+    num_experts = len(router_weight) - (shared is not None and shared.gated)
     options = ExpertOptions(
-        tp if experts is None else experts, len(router_weight) - (shared is not None and shared.gated), routing, gated,
-        valid, keep, more, (*deferrals, *none),
-    )  # fmt: skip
-    outputs = RoutedExperts.apply(
-        x, *weights[:2], router_weight, router_bias, *(weights[2:] or (None, None)), options, tp, recompute
+        tp if experts is None else experts, num_experts, routing, gated, valid, keep, more, (deferral, shared_deferral)
     )
+    router_weight = router_weight.to(acc_dtype(x))
+    outputs = RoutedExperts.apply(x, *weights, router_weight, router_bias, *shared_weights, options, tp, recompute)
     return RoutedParts(*outputs)
+
+
+def _deferred(x: Tensor, w1: Tensor | None, w2: Tensor | None) -> tuple[Later | None, Tensor | None, Tensor | None]:
+    """Returns how a pair of weights defers its gradients, and the pair, detached where it does."""
+    deferral = later(x, w1, None, w2)
+    return (None, w1, w2) if deferral is None else (deferral, detached(w1), detached(w2))

@@ -104,8 +104,8 @@ def shared_fwd(
 
     ``gate`` [1, D] or, without one, [0, D].
     """
-    leaves, routed = len(w1), ()
-    g = n.new_ones(valid, 1, dtype=acc_dtype(n))
+    leaves, g = len(w1), n.new_ones(valid, 1, dtype=acc_dtype(n))
+    routed: tuple[Tensor, ...] = ()
     if len(gate) > 0:
         g, chosen, logits = router_fwd(n[:valid], gate, None, GATE)
         routed = logits, g, chosen
@@ -139,7 +139,8 @@ def shared_bwd(
     tp: TensorParallel,
 ) -> SharedGrads:
     """Fills ``dn`` [gradients, m, D], those of n [m, D], from the gradients of the parts."""
-    (w1, w2, gate), (z, g, *routed) = weights, saved
+    (w1, w2, gate), (z, g, *_) = weights, saved
+    routed: tuple[Any, ...] = saved[2:]  # as it is saved
     leaves, dy = len(w1), _gathered(dparts, tp)
     rows = _all_rows(len(dy), leaves, dy.device)
     dz, ga, dg = experts_dact(dy, rows, w2, z, weights=g, activation=activation)

@@ -1,5 +1,5 @@
-"""Qwen2-MoE, Qwen3-MoE and OLMoE against transformers in fp64: logits, loss and gradients at 1, 2 and 4 ranks, files of both
-layouts, tokens."""
+"""Qwen2-MoE, Qwen3-MoE and OLMoE against transformers in fp64: logits, loss and gradients at 1, 2 and 4 ranks, files of
+both layouts, tokens."""
 
 import functools
 import re
