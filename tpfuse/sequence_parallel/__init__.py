@@ -13,6 +13,7 @@ mlp            both GEMMs of an MLP as one op
 overlap/       the opaque ops of the two forms that overlap
 records        what the forms of an op take and give; a weight's gradient as a unit of work
 row_linear     row-parallel linear without its sum
+shared_expert  an expert that every row has
 """
 
 from .attention import gather_attention_exchange

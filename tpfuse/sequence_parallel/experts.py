@@ -167,15 +167,17 @@ class RoutedParts(NamedTuple):
 
 
 class ExpertOptions(NamedTuple):
-    """``experts``: the ranks that hold ``num_experts``.  ``valid``: the first rows of n, behind which stands padding,
-    which goes nowhere.  ``keep``: rows that arrive are saved for backward.  ``shared``: of the expert that every row
-    has.  ``deferrals``: of the weights of the experts, and of the shared one."""
+    """``tp``: the ranks that have rows.  ``experts``: those that hold ``num_experts``.  ``valid``: the first rows of n,
+    behind which stands padding, which goes nowhere.  ``keep``: rows that arrive are saved for backward.  ``shared``: of
+    the expert that every row has.  ``deferrals``: of the weights of the experts, and of the shared one."""
 
+    tp: TensorParallel
     experts: TensorParallel
     num_experts: int
     routing: Routing
     activation: str
     valid: int
+    recompute: Recompute | None
     keep: bool
     shared: SharedParts
     deferrals: tuple[Later | None, Later | None]
@@ -193,12 +195,10 @@ class RoutedExperts(Function):
         shared_w1: Tensor | None,
         shared_w2: Tensor | None,
         options: ExpertOptions,
-        tp: TensorParallel,
-        recompute: Recompute | None,
     ) -> RoutedParts:
         """``wr``: the router's weight [E, D], and behind it the shared expert's gate's, [1, D]."""
         ctx.set_materialize_grads(False)
-        experts, E, routing, activation, valid, keep, shared, _ = options
+        tp, experts, E, routing, activation, valid, recompute, keep, shared, _ = options
         rows, (m, _), k = n[0, :valid], n.shape[1:], routing.k
         weights, chosen, logits = router_fwd(rows, wr[:E], bias, routing)
         routes = Routes.of(chosen, E, m, experts)
@@ -220,7 +220,7 @@ class RoutedExperts(Function):
         kept = x if keep and exchange is not None else None
         inputs, saved = (w1, w2, wr, shared_w1, shared_w2), (weights, chosen, logits, g, z, kept, *order, *arrived)
         save(ctx, (*inputs, *saved, *shared_saved), SavedInput.of(n, recompute, tp))
-        ctx.args = options, m, None if exchange is None else (exchange.sent, exchange.received)
+        ctx.args = options._replace(recompute=None), m, None if exchange is None else (exchange.sent, exchange.received)
         ctx.mains = mains(w1, w2), mains(shared_w1, shared_w2)
         ctx.mark_non_differentiable(chosen)
         return RoutedParts(parts, logits, chosen)
@@ -231,11 +231,11 @@ class RoutedExperts(Function):
         tensors, n = restore(ctx)
         (w1, w2, wr, *shared_weights), (weights, chosen, logits, g, z, x, *places) = tensors[:5], tensors[5:]
         numbers, offsets, *arrived = places[:4]
-        (experts, E, routing, activation, valid, _, shared, deferrals), m, counts = ctx.args
+        (tp, experts, E, routing, activation, valid, _, _, shared, deferrals), m, counts = ctx.args
         exchange = None if counts is None else RowExchange(counts[0], counts[1], ExpertRows(*arrived))
         k, routes = routing.k, Routes(ExpertOrder(numbers, offsets), routing.k, m, tp=experts, exchange=exchange)
         needs, names, row_shard = ctx.needs_input_grad, ("weight", "out_weight"), n.shard()
-        grads, rows = WantedGrads.among(names, needs[1:3], deferrals[0], ctx.mains[0]), row_shard[:valid]
+        grads, rows = WantedGrads.of_pair(names, needs[1:3], deferrals[0], ctx.mains[0]), row_shard[:valid]
         if dparts is None:  # the parts are not used, the logits are
             dparts = rows.new_zeros(()).expand(k + shared.parts, m, rows.shape[1])
         dy, at = routes.there(*rows_of_gradient(dparts[:k], routes.order))
@@ -260,15 +260,15 @@ class RoutedExperts(Function):
         dlogits = router_bwd(dweights, dlogits, Routed(logits, weights, chosen), wr[:E], routing=routing, dx=dx)
         of_shared = SharedGrads()
         if shared.parts > 0:
-            grads = WantedGrads.among(names, needs[5:7], deferrals[1], ctx.mains[1])
+            grads = WantedGrads.of_pair(names, needs[5:7], deferrals[1], ctx.mains[1])
             of_shared = shared_bwd(
-                dparts[k:], row_shard, (*shared_weights, wr[E:]), SharedSaved(*places[4:]), dn[k + 1 :],
-                valid=valid, activation=activation, grads=grads, tp=n.tp,
+                dparts[k:], row_shard, (*shared_weights, wr[E:]), SharedSaved(*places[4:]), dn=dn[k + 1 :],
+                valid=valid, activation=activation, grads=grads, tp=tp,
             )  # fmt: skip
         if needs[3]:
             dlogits = dlogits if of_shared.logits is None else torch.cat((dlogits, of_shared.logits), 1)
-            dwr = _router_gradient(dlogits, rows, m, n.tp).to(wr.dtype)
-        return dn, dw1, dw2, dwr, None, of_shared.w1, of_shared.w2, None, None, None
+            dwr = _router_gradient(dlogits, rows, m, tp).to(wr.dtype)
+        return dn, dw1, dw2, dwr, None, of_shared.w1, of_shared.w2, None
 
 
 def _router_gradient(dlogits: Tensor, rows: Tensor, m: int, tp: TensorParallel) -> Tensor:
@@ -331,10 +331,11 @@ def routed_experts(
     assert gated is not None
     num_experts = len(router_weight) - (shared is not None and shared.gated)
     options = ExpertOptions(
-        tp if experts is None else experts, num_experts, routing, gated, valid, keep, more, (deferral, shared_deferral)
-    )
+        tp=tp, experts=tp if experts is None else experts, num_experts=num_experts, routing=routing, activation=gated,
+        valid=valid, recompute=recompute, keep=keep, shared=more, deferrals=(deferral, shared_deferral),
+    )  # fmt: skip
     router_weight = router_weight.to(acc_dtype(x))
-    outputs = RoutedExperts.apply(x, *weights, router_weight, router_bias, *shared_weights, options, tp, recompute)
+    outputs = RoutedExperts.apply(x, *weights, router_weight, router_bias, *shared_weights, options)
     return RoutedParts(*outputs)
 
 

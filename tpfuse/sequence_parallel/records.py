@@ -239,10 +239,10 @@ class WantedGrads(NamedTuple):
 
         ``inputs``: the names of forward's inputs after x.  ``bias``: the dtype of the bias.
         """
-        return WantedGrads.among(inputs, ctx.needs_input_grad[1:], ctx.deferral, ctx.mains, bias=bias)
+        return WantedGrads.of_pair(inputs, ctx.needs_input_grad[1:], ctx.deferral, ctx.mains, bias=bias)
 
     @staticmethod
-    def among(
+    def of_pair(
         inputs: tuple[str, ...],
         needs: Sequence[bool],
         deferral: Later | None,
