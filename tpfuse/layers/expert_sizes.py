@@ -1,12 +1,15 @@
 """A mixture of experts in closed form: what one of t ranks computes, saves and sends in a layer.
 
     m rows of a rank, n = k m imbalance rows of its experts, e bytes an element, a bytes of an accumulator (4, or 8)
+    u of its rows go to a rank, its own or another: distinct ones, by sequence_parallel/assumed.py
 
     flops      n 6 D F + m 2 E D                                                  of a forward pass, twice of backward
-    saved      n (2 e F + a + [t > 1] (8 + [kept] e D)) + m ((E + k) a + 12 k)    and some numbers an expert
-    there      k m (1 - imbalance / t) rows       x, dy, and x again unless kept, of D; weights of 1
+    saved      n (2 e F + a + [t > 1] 16) + m ((E + k) a + 12 k)                  and some numbers an expert
+               + [t > 1] 8 (u own + (t - 1) u) + [t > 1, kept] t (u own) e D
+    there      (t - 1) u rows                     x, dy, and x again unless kept, of D
+               k m (1 - imbalance / t) rows       weights, and where their rows stand, 2 a
     back       n (1 - 1 / t) rows                 y, dx of D; gradients of weights of 1
-    counts     E integers to each rank
+    counts     E + t integers to each rank
     router     its gradient is summed over the ranks
 
 A shared expert of width S adds, where the gate is a row more of the router:
@@ -22,6 +25,7 @@ saving="fastest" does (of one rank n itself is saved, or not).
 from typing import NamedTuple
 
 from ..collectives import reduce_messages, reduced_bytes
+from ..sequence_parallel.assumed import reach
 from .shapes import MoEShape
 
 
@@ -55,6 +59,12 @@ class ExpertSizes(NamedTuple):
         """Rows that this rank sends where it sends all its rows to every other rank; 0 without a shared expert."""
         return 0 if self.shape.shared_size is None else self.rows * (self.ranks - 1)
 
+    def distinct(self, *, own: bool) -> int:
+        """Returns how many of its rows a rank sends to the one counted, its ``own``, or to another."""
+        busiest = self.imbalance / self.ranks
+        share = busiest if own else (1 - busiest) / (self.ranks - 1)
+        return round(self.rows * reach(share, self.shape.routing.k, self.shape.num_experts))
+
     def flops(self) -> float:
         """Returns those of a forward pass, of which backward has twice as many."""
         columns = self.here * self.shape.ffn_size + self.rows * self.shape.shared_width
@@ -64,27 +74,34 @@ class ExpertSizes(NamedTuple):
         """Returns the bytes that are saved for backward beside n."""
         D, F, E, (k, *_), _, S, gate = self.shape
         e, a, several = self.element, self.accumulator, self.ranks > 1
-        of_experts = 2 * e * F + a + several * (8 + kept * e * D)
+        of_experts = 2 * e * F + a + several * 16
+        exchanged = 0
+        if several:
+            own, others = self.distinct(own=True), (self.ranks - 1) * self.distinct(own=False)
+            exchanged = 8 * (own + others) + kept * self.ranks * own * e * D
         of_rows = (E + k) * a + 12 * k
         if S is not None:
             of_rows += 2 * e * S + self.ranks * a + gate * (2 * a + 4)
         offsets = 8 * (E + 1 + several * (E // self.ranks + 1))
         widened = a * self.router if a > e or gate else 0
-        return self.here * of_experts + self.rows * of_rows + offsets + widened
+        return self.here * of_experts + self.rows * of_rows + exchanged + offsets + widened
 
     def wire(self, *, kept: bool = True, recomputed: bool = False) -> float:
         """Returns the bytes that are sent in forward and backward, with ``recomputed`` in a second forward too."""
         D, _, E, (k, *_), _, _, gate = self.shape
         e, a, t = self.element, self.accumulator, self.ranks
-        there, back = k * self.rows * (1 - self.imbalance / t), self.here * (1 - 1 / t)
-        forward = (there + back) * e * D + there * a + 8 * E * (t - 1)
+        if t == 1:
+            return 0
+        there, back = (t - 1) * self.distinct(own=False), self.here * (1 - 1 / t)
+        weights = 2 * k * self.rows * (1 - self.imbalance / t)
+        forward = (there + back) * e * D + weights * a + 8 * (E + t) * (t - 1)
         forward += self.peers * (2 * e * D + a)
         backward = (there * (1 if kept else 2) + back) * e * D + back * a + reduced_bytes(self.router, a, t)
         backward += self.peers * (3 * e * D + gate * a)
         return forward * (2 if recomputed else 1) + backward
 
     def messages(self) -> int:
-        """Returns how many messages that is where rows are kept: counts, x, weights, y, dy, dx, gradients of weights,
+        """Returns how many messages that is where rows are kept: counts, weights, x, y, dy, dx, gradients of weights,
         and those of the router's gradient; of a shared expert x twice, gates, y, dy, dx and the gate's gradient."""
         shared = 0 if self.shape.shared_size is None else 6 + self.shape.shared_gate
         return (7 + shared) * (self.ranks - 1) + reduce_messages(self.router, self.ranks)
