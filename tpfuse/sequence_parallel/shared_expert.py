@@ -36,7 +36,7 @@ GATE = Routing(1, "sigmoid", renormalize=False)  # the router of one expert, whi
 
 
 class SharedParts(NamedTuple):
-    """How many [m, D] the expert adds to the parts of the rows, and to the gradients of n; without one none."""
+    """The numbers of [m, D] that the expert adds to the parts of the rows and to the gradients of n; without one 0."""
 
     parts: int = 0
     gradients: int = 0
@@ -64,7 +64,7 @@ class SharedWeights(NamedTuple):
 
 
 class SharedSaved(NamedTuple):
-    """What backward needs beside n and the weights."""
+    """The tensors that backward needs beside n and the weights."""
 
     z: Tensor  # [L M, 2 F / V]
     g: Tensor  # [L M]
