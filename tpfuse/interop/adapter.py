@@ -4,11 +4,14 @@ Full tensors stand under Hugging Face's module names:
 
 base_model.model.{module}.lora_A.weight  [r, K]        base_model.model.{module}.lora_B.weight  [N, r]
 base_model.model.{head}.weight           [L, D]        of a classification head, which is trained beside them
+
+Those of experts: expert_adapter.py.
 """
 
 import json
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +20,11 @@ from torch import Tensor, nn
 
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import Rule, boolean, brief, check_rules, integer, number, optional, quoted
+from ..layers.expert_lora import ExpertLoRA
 from ..layers.linear import Adaptable
 from ..layers.lora import ColumnLoRA, adapted_layers, add_lora, base_of, trained_modules
 from ..layers.module import Spec, local
+from ..layers.moe import ParallelMoE
 from ..layers.shards import named_specs, unwrapped_name
 from ..models.files.directory import open_tensors, read_json
 from ..models.files.disk import NewFiles, save_file
@@ -29,6 +34,18 @@ from ..models.files.write import full_tensor
 from ..models.model import Model
 from ..parallel import TensorParallel
 from ..ranks.messages import gather, raise_together, together
+from .expert_adapter import (
+    ExpertParameter,
+    check_parameter_options,
+    expert_parameters,
+    expert_sources,
+    expert_targets,
+    patterns,
+    rank_of,
+    stored_module,
+    targeted,
+    without_patterns,
+)
 from .lora_options import check_options
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -92,25 +109,28 @@ def load_adapter(model: nn.Module, path: str | Path, *, trainable: bool = False)
     shape; OSError if the tensors cannot be read.
     """
     base, path = _base(model, "load_adapter"), Path(path)
-    head, layers_here = _head_entries(base), hf_layers(base)
-    layers = {
-        name: sizes for stage in base.groups.over_stages("load_adapter", layers_here) for name, sizes in stage.items()
-    }
+    head, here = _head_entries(base), Adaptables.of(base)
+    everywhere = Adaptables.over_stages(base, here)
 
     def examine() -> tuple[Any, Any, list[str], dict[str, _Entry]]:
-        config, handle = read_adapter(path, trainable=trainable)
+        config, handle, apart = read_adapter(path, trainable=trainable)
         check_saved(f"load_adapter: {path / CONFIG}", config.get("modules_to_save"), base)
         heads = {} if head.keys().isdisjoint(handle.keys()) else head
         for name, entry in heads.items():
             _check_tensor(path / WEIGHTS, handle, name, entry.spec.shape)
         names = set(handle.keys()) - heads.keys()
-        return config, handle, _check(path / WEIGHTS, handle, names, config["r"], layers=layers), heads
+        parameters = targeted(f"load_adapter: {path / CONFIG}", config.get("target_parameters"), everywhere.parameters)
+        shapes = everywhere.shapes(config["r"], parameters, apart)
+        _check(path / WEIGHTS, handle, names, shapes, required={stored_module(p, parameters) for p in parameters})
+        modules = [m for m in here.layers if f"{_PREFIX}{m}.lora_A.weight" in names]
+        for name in sorted(parameters & here.parameters.keys()):
+            modules += expert_targets(name, here.parameters[name], apart)
+        return config, handle, modules, heads
 
     config, handle, modules, heads = together(examine, base.groups.all())
     rank = config["r"]
     alpha = config["lora_alpha"] * (rank**0.5 if config.get("use_rslora") else 1)
     flags = [p.requires_grad for p in model.parameters()]
-    modules = [name for name in modules if name in layers_here]
     if modules:
         add_lora(model, rank=rank, alpha=alpha, targets=modules)
     else:  # other stages have them
@@ -147,25 +167,34 @@ def _base(model: nn.Module, caller: str) -> Model:
 
 
 class _Adapted(NamedTuple):
-    """The adapted modules of all stages of a model, and all other modules with parameters, by Hugging Face's names."""
+    """The adapted modules of all stages of a model, and all other modules with parameters, by Hugging Face's names; the
+    same of parameters of experts, and whether gate and up are adapted ``apart``."""
 
     modules: set[str]
     unadapted: set[str]
     rank: int
     alpha: float
+    parameters: set[str]
+    unadapted_parameters: set[str]
+    apart: bool
 
 
 def _adapted(base: Model, caller: str) -> _Adapted:
     """Returns the adapted modules; ValueError if there are none, or stages have adapters of other ranks or scales."""
     loras = [lora for *_, lora in adapted_layers(base)]
     names = (base.files.hf_name(name) for source in base.files.sources().values() for name in source.names)
-    mine = {module for lora in loras for module in lora.adapted}, {name.rpartition(".")[0] for name in names}
-    stages = base.groups.over_stages(caller, (*mine, {(len(lora.A), lora.scale * len(lora.A)) for lora in loras}))
-    modules, holders, sizes = (set().union(*column) for column in zip(*stages, strict=True))
-    check(bool(modules), f"{caller}: the model has no adapters")
+    here = {name.rpartition(".")[0] for name in names}, set(expert_parameters(base))
+    sizes_here = {(lora.rank, lora.scale * lora.rank) for lora in loras}
+    apart_here = {lora.apart for lora in loras if isinstance(lora, ExpertLoRA) and "fc1" in lora.leaves}
+    stages = base.groups.over_stages(
+        caller, ({name for lora in loras for name in lora.adapted}, *here, sizes_here, apart_here)
+    )
+    names, holders, parameters, sizes, apart = (set().union(*column) for column in zip(*stages, strict=True))
+    check(bool(names), f"{caller}: the model has no adapters")
     check(len(sizes) == 1, f"{caller}: adapters must be of one rank and alpha, got {quoted(sorted(sizes))}")
-    ((rank, alpha),) = sizes
-    return _Adapted(modules, holders - modules, rank, alpha)
+    check(len(apart) < 2, f"{caller}: gate and up of experts must be adapted together in all layers, or apart in all")
+    modules, adapted = names - parameters, names & parameters
+    return _Adapted(modules, holders - modules, *sizes.pop(), adapted, parameters - adapted, True in apart)
 
 
 def _entries(base: Model) -> list[_Entry]:
@@ -174,6 +203,10 @@ def _entries(base: Model) -> list[_Entry]:
     named = lambda letter, modules: tuple(f"{_PREFIX}{m}.lora_{letter}.weight" for m in modules)
     sources, entries = base.files.sources(), []
     for path, _, lora in adapted_layers(base):
+        if isinstance(lora, ExpertLoRA):
+            of_experts = expert_sources(base, path, lora).items()
+            entries += [_Entry(*specs[name], replace(s, names=(_PREFIX + s.names[0],))) for name, s in of_experts]
+            continue
         pattern = "r d -> r 1 d" if isinstance(lora, ColumnLoRA) else "r d -> r d"
         entries.append(_Entry(*specs[f"{path}.lora.A"], Source.several(named("A", lora.adapted), pattern)))
         for leaf, parts in lora.parts.items():
@@ -218,13 +251,15 @@ def _config(base: Model, adapted: _Adapted) -> dict[str, Any]:
         r=adapted.rank,
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
         lora_dropout=0.0,
-        target_modules=_targets(adapted),
+        target_modules=_targets(adapted.modules, adapted.unadapted),
+        target_parameters=_targets(adapted.parameters, adapted.unadapted_parameters) or None,
         fan_in_fan_out=base.config.hf.transposed,
         init_lora_weights=True,
         inference_mode=True,
         modules_to_save=_saved(base) or None,
         task_type=_task(base),
         base_model_name_or_path=None if base.origin is None or base.origin.path is None else str(base.origin.path),
+        **(patterns(adapted.rank, adapted.alpha) if adapted.apart else {}),
     )
 
 
@@ -247,25 +282,35 @@ def _saved(base: Model) -> list[str]:
     return list(dict.fromkeys(name.partition(".")[0] for name in trained_modules(base)))
 
 
-def _targets(adapted: _Adapted) -> list[str]:
-    """Returns the shortest endings that name the adapted modules and no others."""
+def _targets(adapted: set[str], unadapted: set[str]) -> list[str]:
+    """Returns the shortest endings that name what is adapted and no others."""
     targets = set()
-    for module in adapted.modules:
+    for module in adapted:
         parts = module.split(".")
         endings = (".".join(parts[-n:]) for n in range(1, len(parts) + 1))
-        alone = lambda end: not any(f".{name}".endswith(f".{end}") for name in adapted.unadapted)
+        alone = lambda end: not any(f".{name}".endswith(f".{end}") for name in unadapted)
         targets.add(next(filter(alone, endings)))
     return sorted(targets)
 
 
-def read_adapter(path: Path, *, trainable: bool) -> tuple[Any, Any]:
-    """Returns the config and the open tensors of a directory; ValueError for an option that is not built."""
+class StoredAdapter(NamedTuple):
+    """The config and the open tensors of a directory, and whether gate and up of experts are adapted ``apart``."""
+
+    config: dict[str, Any]
+    tensors: Any
+    apart: bool
+
+
+def read_adapter(path: Path, *, trainable: bool) -> StoredAdapter:
+    """Opens a directory; ValueError for an option that is not built."""
     try:
         config, handle = read_json(path, CONFIG), open_tensors(path, WEIGHTS)
     except (ValueError, OSError) as error:
         raise ValueError(f"load_adapter: {path} must hold {CONFIG} and {WEIGHTS}: {error}") from None
     place = f"load_adapter: {path / CONFIG}"
+    config, apart = without_patterns(config)
     check_options(place, config, stored=True)
+    check_parameter_options(place, config)
     for key in ("r", "lora_alpha"):
         if key not in config:
             raise ValueError(f"{place} has no {key}")
@@ -274,7 +319,35 @@ def read_adapter(path: Path, *, trainable: bool) -> tuple[Any, Any]:
         raise ValueError(
             f"load_adapter: lora_dropout={config['lora_dropout']} in {path / CONFIG} is not built, to train with"
         )
-    return config, handle
+    return StoredAdapter(config, handle, apart)
+
+
+class Adaptables(NamedTuple):
+    """What may have adapters, by Hugging Face's names: linear layers with their (outputs, inputs), and parameters of
+    experts."""
+
+    layers: dict[str, tuple[int, int]]
+    parameters: dict[str, ExpertParameter]
+
+    @classmethod
+    def of(cls, base: Model) -> "Adaptables":
+        return cls(hf_layers(base), expert_parameters(base))
+
+    @classmethod
+    def over_stages(cls, base: Model, here: "Adaptables") -> "Adaptables":
+        """Returns those of all pipeline stages."""
+        layers, parameters = zip(*base.groups.over_stages("load_adapter", tuple(here)), strict=True)
+        joined = lambda dicts: {name: value for stage in dicts for name, value in stage.items()}
+        return cls(joined(layers), joined(parameters))
+
+    def shapes(self, rank: int, adapted: set[str], apart: bool) -> dict[str, dict[str, tuple[int, int]]]:
+        """Returns the shapes of A and B by the module that a file may name them by; of the parameters ``adapted``."""
+        shapes = {name: {"A": (rank, inputs), "B": (outputs, rank)} for name, (outputs, inputs) in self.layers.items()}
+        of_experts = {
+            stored_module(name, adapted): self.parameters[name].tensor_shapes(rank_of(name, rank, apart))
+            for name in adapted
+        }
+        return shapes | of_experts
 
 
 def hf_layers(base: Model) -> dict[str, tuple[int, int]]:
@@ -283,27 +356,32 @@ def hf_layers(base: Model) -> dict[str, tuple[int, int]]:
     modules = {unwrapped_name(path): module for path, module in base.named_modules()}
     for name, spec, _ in named_specs(base):
         path, _, leaf = name.rpartition(".")
-        if name in sources and "bias" not in leaf and isinstance(modules[path], Adaptable):
+        if name in sources and "bias" not in leaf and _is_linear(modules[path]):
             for n, (rows, columns) in zip(sources[name].names, sources[name].file_shapes(spec.shape), strict=True):
                 sizes = (columns, rows) if base.config.hf.transposed else (rows, columns)
                 layers[base.files.hf_name(n).removesuffix(".weight")] = sizes
     return layers
 
 
-def _check(file: Path, handle: Any, stored: set[str], rank: int, *, layers: dict[str, tuple[int, int]]) -> list[str]:
-    """Returns the modules that a file adapts; ValueError if ``stored`` are not adapters of ``layers``."""
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, Adaptable) and not isinstance(module, ParallelMoE)
+
+
+def _check(
+    file: Path, handle: Any, stored: set[str], shapes: dict[str, dict[str, tuple[int, int]]], *, required: set[str]
+) -> None:
+    """Raises ValueError if the tensors ``stored`` are not the adapters, of these ``shapes``, of some modules and of all
+    that are ``required``."""
     matches = {name: _TENSOR.fullmatch(name) for name in stored}
     for name in sorted(name for name, match in matches.items() if match is None):
         raise ValueError(f"load_adapter: {file} holds {brief(name)}, which is not an adapter of a linear layer")
-    modules = sorted({match[1] for match in matches.values() if match is not None})
+    modules = {match[1] for match in matches.values() if match is not None}
     check(bool(modules), f"load_adapter: {file} holds no adapter")
-    for module in modules:
-        if module not in layers:
+    for module in sorted(modules | required):
+        if module not in shapes:
             raise ValueError(f"load_adapter: {file} adapts {brief(module)}, and no layer is called {brief(module)}")
-        outputs, inputs = layers[module]
-        for letter, expected in (("A", (rank, inputs)), ("B", (outputs, rank))):
+        for letter, expected in shapes[module].items():
             _check_tensor(file, handle, f"{_PREFIX}{module}.lora_{letter}.weight", expected)
-    return modules
 
 
 def _check_tensor(file: Path, handle: Any, name: str, expected: tuple[int, ...]) -> None:

@@ -7,6 +7,7 @@ cache              keys and values during generation
 call               the arguments of one call, as a record that is handed on whole
 cross_attention    CrossAttention
 embedding          VocabParallelEmbedding
+expert_lora        low-rank adapters of experts
 expert_ranks       the ranks that hold experts: of one replica, or of all
 expert_sizes       a mixture of experts in closed form: flops, bytes saved and sent
 hooks              whether a hook of torch waits for a part that fused code would run past

@@ -11,12 +11,12 @@ gradient is summed over the ranks' rows.  Row: the product joins the partial sum
 gradient is summed over the ranks.  Both are complete after a bare backward.
 
 A fused weight (q, k and v; gate and up) holds the rows of P projections, each with an A of its own.  Beside an
-adapter the MLP's two GEMMs run one by one, and its activation is kept.
+adapter the MLP's two GEMMs run one by one, and its activation is kept.  Those of experts: expert_lora.py.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from ..kernels.runtime.op import acc_dtype
 from ..kernels.runtime.rules import POSITIVE, SEED, check_number, integer, quoted
 from ..parallel import TensorParallel
 from ..sequence_parallel import gather_linear
+from .expert_lora import WEIGHTS, ExpertLoRA, ExpertNames
 from .linear import Adaptable, Adapter, Parts, RowParallelLinear
 from .module import Origin, initialize, leaf_slices, local, on_rows, per_leaf
 from .moe import ParallelMoE
@@ -47,6 +48,8 @@ class ColumnLoRA(Adapter):
     ``adapted`` names the P projections; a weight's other projections (``parts``) have no rows in B, and no adapter.
     """
 
+    A: nn.Parameter
+
     def __init__(
         self,
         layer: Adaptable,
@@ -59,9 +62,9 @@ class ColumnLoRA(Adapter):
         device: torch.device,
     ):
         super().__init__(layer.tp)
-        self.parts, self.adapted, self.scale = parts, adapted, alpha / rank
+        self.parts, self.adapted, self.rank, self.scale = parts, adapted, rank, alpha / rank
         width = next(iter(layer.specs[leaf].shape[-1] for leaf in parts))
-        self.add_parameter("A", (rank, len(adapted), width), None, _std(width), dtype=dtype, device=device)
+        self.add_parameter("A", (rank, len(adapted), width), None, self.std_of(width), dtype=dtype, device=device)
         # weight -> this rank's shape, the name of its B, how many leaves share a slice
         self.leaves: dict[str, tuple[list[int], str | None, int]] = {}
         for leaf, projections in parts.items():
@@ -146,6 +149,7 @@ def _of_whole(part: Origin, layer: Adaptable, parts: Parts, adapted: list[str], 
 class RowLoRA(Adapter):
     """The adapter of a row-parallel layer: ``A`` [r, K], split as the weight is, and ``B`` [N, r]."""
 
+    A: nn.Parameter
     B: nn.Parameter
 
     def __init__(
@@ -160,8 +164,10 @@ class RowLoRA(Adapter):
         device: torch.device,
     ):
         super().__init__(layer.tp)
-        self.parts, self.adapted, self.scale = parts, adapted, alpha / rank
-        self.add_parameter("A", (rank, layer.in_features), 1, _std(layer.in_features), dtype=dtype, device=device)
+        self.parts, self.adapted, self.rank, self.scale = parts, adapted, rank, alpha / rank
+        self.add_parameter(
+            "A", (rank, layer.in_features), 1, self.std_of(layer.in_features), dtype=dtype, device=device
+        )
         self.add_parameter("B", (layer.out_features, rank), None, "zeros", dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -178,11 +184,6 @@ class RowLoRA(Adapter):
         return {"weight": self.scale * (local(self.B) @ local(self.A))}
 
 
-def _std(width: int) -> float:
-    """Returns the standard deviation of PEFT's uniform A in (-1, 1) / sqrt(K)."""
-    return float((3 * width) ** -0.5)
-
-
 # ---- a model's ----
 
 
@@ -193,11 +194,13 @@ def add_lora(
 
     Returns the model.  A classification head is left to be trained, as PEFT leaves it.  A target is a layer's name here
     ("qkv", "out", "fc1", "fc2"; in another module its attribute's name) or that of a module of the Hugging Face model
-    ("q_proj", "attn.c_proj", or all of its path).  A is N(0, 1 / 3K), by Philox of (``seed``, name, global index), the
+    ("q_proj", "attn.c_proj", or all of its path), and of experts one of its parameters ("experts.gate_up_proj").  The
+    names of an expert's projections ("gate_proj" and "up_proj") are those of that parameter, which then has twice the
+    rank, each of them ``rank``, and are named together.  A is N(0, 1 / 3K), by Philox of (``seed``, name, global index), the
     same bits at every split; B is 0, so nothing changes until it is trained.  Adapters are fp32 beside 16-bit weights.
     Call it before the optimizer is made and before DDP.
-    ValueError for a target that does not exist, as "fc1" of a model with experts, whose adapters are not built, a
-    second call, or ``dropout``, which is not built.
+    ValueError for a target that does not exist, or is a router, whose adapters are not built, a second call, or
+    ``dropout``, which is not built.
     """
     check(dropout == 0, f"add_lora: dropout on an adapter's input is not built, got dropout={dropout}")
     check_number("add_lora: alpha", alpha, POSITIVE)
@@ -212,22 +215,21 @@ def add_lora(
         "add_lora: adapters are not built for batch_invariant, whose GEMMs are in tiles of rows",
     )
     check(all(layer.lora is None for _, layer in layers), "add_lora: the model has adapters already")
-    chosen: list[tuple[str, Adaptable, Parts, list[str]]] = []
+    chosen: list[_Chosen] = []
     matched: set[str] = set()
     for path, layer in layers:
-        parts = _parts(base, path, layer)
-        names = list(dict.fromkeys(name for projections in parts.values() for _, name in projections))
-        ours = {t for t in targets if t == path.rpartition(".")[2]}
-        hits = {name: ours | {t for t in targets if f".{name}".endswith(f".{t}")} for name in names}
+        hits = _hits(base, path, layer, set(targets))
         matched.update(*hits.values())
         if any(hits.values()):
-            chosen.append((path, layer, parts, [name for name in names if hits[name]]))
+            adapted = [name for name, by in hits.items() if by]
+            chosen.append(_Chosen(path, layer, _parts(base, path, layer), adapted))
     missing = [t for t in targets if t not in matched]
-    experts = any(isinstance(module, ParallelMoE) for module in model.modules())
+    experts = any(isinstance(layer, ParallelMoE) for _, layer in layers)
+    apart = {c.path for c in chosen if isinstance(c.layer, ParallelMoE) and _are_apart(base, c.path, targets)}
     check(
         bool(chosen) and not missing,
         f"add_lora: no layer is called {', '.join(missing) or 'anything'}; there are {_layer_names(base, layers)}"
-        + "; adapters of experts are not built" * experts,
+        + "; adapters of routers are not built" * experts,
     )
     chosen[0][1].tp.agree("add_lora", dict(rank=rank, alpha=alpha, targets=tuple(targets), seed=seed))
     model.requires_grad_(False)
@@ -236,13 +238,59 @@ def add_lora(
     for path, layer, parts, adapted in chosen:
         weight = local(layer.get_parameter(next(iter(parts))))
         dtype, device = torch.promote_types(weight.dtype, torch.float32), weight.device
-        if isinstance(layer, RowParallelLinear):
+        if isinstance(layer, ParallelMoE):
+            layer.lora = ExpertLoRA(
+                layer, parts, adapted, rank=rank, alpha=alpha, apart=path in apart, dtype=dtype, device=device
+            )
+        elif isinstance(layer, RowParallelLinear):
             layer.lora = RowLoRA(layer, parts, adapted, rank=rank, alpha=alpha, dtype=dtype, device=device)
         else:
             layer.lora = ColumnLoRA(layer, parts, adapted, rank=rank, alpha=alpha, dtype=dtype, device=device)
         if not weight.is_meta:
             initialize(layer.lora, seed, prefix=f"{path}.lora.")
     return model
+
+
+class _Chosen(NamedTuple):
+    """A layer that gets an adapter, of the projections ``adapted`` of its ``parts``."""
+
+    path: str
+    layer: Adaptable
+    parts: Parts
+    adapted: list[str]
+
+
+def _named_by(name: str, targets: Iterable[str]) -> set[str]:
+    """Returns the targets that are endings of a name."""
+    return {t for t in targets if f".{name}".endswith(f".{t}")}
+
+
+def _hits(base: Any, path: str, layer: Adaptable, targets: set[str]) -> dict[str, set[str]]:
+    """Returns, by the name of each of a layer's projections, the targets that name it."""
+    if isinstance(layer, ParallelMoE):
+        names = ExpertNames.of(base, path)
+        return {
+            merged: ({leaf} & targets).union(*(_named_by(name, targets) for name in (merged, *projections)))
+            for leaf, (merged, projections) in names.items()
+        }
+    parts = _parts(base, path, layer)
+    return {
+        name: _named_by(name, targets) | ({path.rpartition(".")[2]} & targets)
+        for projections in parts.values()
+        for _, name in projections
+    }
+
+
+def _are_apart(base: Any, path: str, targets: Iterable[str]) -> bool:
+    """Returns whether targets name the projections of a layer's fc1; ValueError where they name one of the two."""
+    merged, projections = ExpertNames.of(base, path)["fc1"]
+    named = [name for name in projections if _named_by(name, targets)]
+    check(
+        len(named) in (0, len(projections)),
+        f"add_lora: {', '.join(projections)} are one parameter of experts, {merged}, and are adapted together, got"
+        f" {', '.join(named)} alone",
+    )
+    return bool(named)
 
 
 def merge_lora(model: nn.Module) -> nn.Module:
@@ -294,6 +342,8 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, Adaptable]]:
 
 def _parts(base: Any, path: str, layer: Adaptable) -> Parts:
     """Returns the projections of a layer's weights: one per Hugging Face tensor, or one per weight without names."""
+    if isinstance(layer, ParallelMoE):
+        return {leaf: [(1, merged)] for leaf, (merged, _) in ExpertNames.of(base, path).items()}
     leaves = [leaf for leaf, spec in layer.specs.items() if "bias" not in leaf]
     sources = base.files.sources() if hasattr(base, "files") else {}
     if f"{path}.{leaves[0]}" not in sources:
@@ -304,7 +354,8 @@ def _parts(base: Any, path: str, layer: Adaptable) -> Parts:
 
 
 def _layer_names(base: Any, layers: list[tuple[str, Adaptable]]) -> str:
-    ours = {path.rpartition(".")[2] for path, _ in layers}
+    ours = {path.rpartition(".")[2] for path, layer in layers if not isinstance(layer, ParallelMoE)}
+    ours |= {leaf for _, layer in layers if isinstance(layer, ParallelMoE) for leaf in WEIGHTS}
     leaves_in_files = {
         name.rpartition(".")[2] for path, layer in layers for ps in _parts(base, path, layer).values() for _, name in ps
     }

@@ -19,6 +19,8 @@ The experts may be divided among the ranks of several data-parallel replicas, re
 of all of them, rows are those of all replicas, which may have unequal numbers of them, and the gradients of W1 and W2
 are sums over all rows, divided by the number of replicas as those that replicas average.
 
+An adapter's pair A, B beside W1 or W2 is split as the experts are (kernels/experts/low_rank.py).
+
 Saved: n or how to recompute it, z [n, 2 F], logits, weights and places; on several ranks with ``keep`` the rows that
 arrived, which are otherwise sent again in backward.
 """
@@ -30,13 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..collectives import all_gather, exchange_rows
-from ..kernels.experts.grouped import (
-    experts_dact,
-    experts_down,
-    experts_dx,
-    experts_up,
-    rows_of_gradient,
-)
+from ..kernels.experts.grouped import rows_of_gradient
+from ..kernels.experts.low_rank import LowRank, adapted_dact, adapted_down, adapted_dx, adapted_up
 from ..kernels.experts.records import ExpertOrder, ExpertRows, Routed, Routing, Sides
 from ..kernels.experts.reference import check_expert_tiles
 from ..kernels.experts.router import router_bwd, router_fwd, router_wgrad
@@ -163,6 +160,32 @@ class RoutedParts(NamedTuple):
     chosen: Tensor  # int32 [valid, k]
 
 
+class ExpertAdapters(NamedTuple):
+    """The pairs A, B beside the experts' two weights, of this rank's experts; None where there is none."""
+
+    fc1: LowRank | None = None
+    fc2: LowRank | None = None
+
+    @classmethod
+    def of(cls, tensors: list[Tensor], scales: tuple[float | None, ...]) -> "ExpertAdapters":
+        """Puts together what :attr:`tensors` and :attr:`scales` took apart."""
+        pairs = zip(tensors[::2], tensors[1::2], scales, strict=True)
+        return cls(*(None if scale is None else LowRank(a, b, scale) for a, b, scale in pairs))
+
+    @property
+    def tensors(self) -> list[Tensor | None]:
+        """A and B of fc1, and of fc2."""
+        return [t for pair in self for t in ((None, None) if pair is None else (pair.a, pair.b))]
+
+    @property
+    def scales(self) -> tuple[float | None, ...]:
+        """The scale of fc1's pair, and of fc2's."""
+        return tuple(None if pair is None else pair.scale for pair in self)
+
+
+NO_ADAPTERS = ExpertAdapters()
+
+
 class ExpertOptions(NamedTuple):
     """``experts``: the ranks that hold them.  ``valid``: the first rows of n, behind which stands padding, which goes
     nowhere.  ``keep``: rows that arrive are saved for backward."""
@@ -173,6 +196,7 @@ class ExpertOptions(NamedTuple):
     valid: int
     keep: bool
     deferral: Later | None
+    scales: tuple[float | None, ...]
 
 
 class RoutedExperts(Function):
@@ -184,34 +208,37 @@ class RoutedExperts(Function):
         w2: Tensor,
         wr: Tensor,
         bias: Tensor | None,
-        options: ExpertOptions,
-        tp: TensorParallel,
-        recompute: Recompute | None,
+        *args: Any,
     ) -> RoutedParts:
         ctx.set_materialize_grads(False)
-        experts, routing, activation, valid, keep, ctx.deferral = options
+        *pairs, options, tp, recompute = args
+        experts, routing, activation, valid, keep, ctx.deferral, scales = options
+        adapters = ExpertAdapters.of(pairs, scales)
         rows, (m, _) = n[0, :valid], n.shape[1:]
         weights, chosen, logits = router_fwd(rows, wr, bias, routing)
         routes = Routes.of(chosen, len(wr), m, experts)
         x, at = routes.there(rows, routes.order.rows(routing.k))
         g = routes.numbers_there(weights)
-        z, a = experts_up(x, at, w1, activation, tile=tp.row_tile)
+        z, a = adapted_up(x, at, w1, adapters.fc1, activation=activation, tile=tp.row_tile)
         places, count = routes.destinations()
-        parts = routes.back(experts_down(a, places, w2, g, count=count, tile=tp.row_tile), routing.k)
+        y = adapted_down(a, places, w2, adapters.fc2, weights=g, count=count, tile=tp.row_tile)
+        parts = routes.back(y, routing.k)
         order, exchange = routes.order, routes.exchange
         arrived = (None, None) if exchange is None else tuple(exchange.arrived)
         kept = x if keep and exchange is not None else None
-        save(ctx, (w1, w2, wr, weights, chosen, logits, g, z, kept, *order, *arrived), SavedInput.of(n, recompute, tp))
+        saved = w1, w2, wr, weights, chosen, logits, g, z, kept, *pairs, *order, *arrived
+        save(ctx, saved, SavedInput.of(n, recompute, tp))
         counts = None if exchange is None else (exchange.sent, exchange.received)
-        ctx.args, ctx.mains = (experts, routing, activation, valid, m, counts), mains(w1, w2)
+        ctx.args, ctx.mains = (experts, routing, activation, valid, m, counts, scales), mains(w1, w2)
         ctx.mark_non_differentiable(chosen)
         return RoutedParts(parts, logits, chosen)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dparts: Tensor | None, dlogits: Tensor | None, _chosen: None) -> tuple[Tensor | None, ...]:
-        (w1, w2, wr, weights, chosen, logits, g, z, x, *places), n = restore(ctx)
-        experts, routing, activation, valid, m, counts = ctx.args
+        (w1, w2, wr, weights, chosen, logits, g, z, x, a1, b1, a2, b2, *places), n = restore(ctx)
+        experts, routing, activation, valid, m, counts, scales = ctx.args
+        first, second = ExpertAdapters.of([a1, b1, a2, b2], scales)
         numbers, offsets, *arrived = places
         exchange = None if counts is None else RowExchange(counts[0], counts[1], ExpertRows(*arrived))
         routes = Routes(ExpertOrder(numbers, offsets), routing.k, m, tp=experts, exchange=exchange)
@@ -219,27 +246,44 @@ class RoutedExperts(Function):
         if dparts is None:  # the parts are not used, the logits are
             dparts = rows.new_zeros(()).expand(routing.k, m, rows.shape[1])
         dy, at = routes.there(*rows_of_gradient(dparts, routes.order))
-        dz, ga, dg = experts_dact(dy, at, w2, z, weights=g, activation=activation)
+        dz, ga, dg = adapted_dact(dy, at, w2, second, z=z, weights=g, activation=activation)
         destinations, count = routes.destinations()
         room = 0 if exchange is not None else m
-        dn = routes.back(experts_dx(dz, destinations, w1, count, room=room), routing.k + 1)
+        dn = routes.back(adapted_dx(dz, destinations, w1, first, count=count, room=room), routing.k + 1)
         dw1: Tensor | None = None
         dw2: Tensor | None = None
         dwr: Tensor | None = None
+        of_pairs: list[Tensor | None] = [None] * 4
+        train_first, train_second = any(ctx.needs_input_grad[5:7]), any(ctx.needs_input_grad[7:9])
+        sides = Sides(dy, ga, at.offsets, dy_index=at.row_index)
+        if train_second:
+            of_pairs[2:] = _pair_gradients(second, sides, experts)
         if grads.out_weight:
-            sides = Sides(dy, ga, at.offsets, dy_index=at.row_index)
             dw2, _ = grads.run("out_weight", ExpertWeightGrad(sides, w2.dtype, experts.replicas))
-        if grads.weight:
+        if grads.weight or train_first:
             x, at = routes.there(rows, routes.order.rows(routing.k)) if x is None else (x, at)
             sides = Sides(dz, x, at.offsets, x_index=at.row_index)
-            dw1, _ = grads.run("weight", ExpertWeightGrad(sides, w1.dtype, experts.replicas))
+            if train_first:
+                of_pairs[:2] = _pair_gradients(first, sides, experts)
+            if grads.weight:
+                dw1, _ = grads.run("weight", ExpertWeightGrad(sides, w1.dtype, experts.replicas))
         if valid < m:
             dn[routing.k, valid:] = 0
         dweights, dx = routes.numbers_back(dg), dn[routing.k, :valid]
         dlogits = router_bwd(dweights, dlogits, Routed(logits, weights, chosen), wr, routing=routing, dx=dx)
         if ctx.needs_input_grad[3]:
             dwr = _router_gradient(dlogits, rows, m, n.tp).to(wr.dtype)
-        return dn, dw1, dw2, dwr, None, None, None, None
+        return dn, dw1, dw2, dwr, None, *of_pairs, None, None, None
+
+
+def _pair_gradients(pair: LowRank, work: Sides, experts: TensorParallel) -> list[Tensor]:
+    """Returns dA and dB, whose sums are rounded once; ``work``: the rows of the weight's gradient."""
+    gradients = []
+    for sides, t in zip(pair.sides(work), pair[:2], strict=True):
+        total = t.new_zeros(t.shape, dtype=torch.promote_types(t.dtype, acc_dtype(sides.x)))
+        ExpertWeightGrad(sides, total.dtype, experts.replicas).add_to(total)
+        gradients.append(total.to(t.dtype))
+    return gradients
 
 
 def _router_gradient(dlogits: Tensor, rows: Tensor, m: int, tp: TensorParallel) -> Tensor:
@@ -269,6 +313,7 @@ def routed_experts(
     valid: int | None = None,
     recompute: Recompute | None = None,
     keep: bool = True,
+    adapters: ExpertAdapters = NO_ADAPTERS,
 ) -> RoutedParts:
     """Sends rows to the experts that the router chooses: x [m, D] or expanded [k + 1, m, D] -> parts [k, m, D], to be
     summed over k, and the router's logits and choice.
@@ -279,7 +324,8 @@ def routed_experts(
     gradients of both are divided by the number of replicas.  ``activation`` is that of the gate; router_weight [E, D]
     and router_bias [E] as in ``kernels.route``, the same on every rank, and the weight's gradient is that of this
     rank's rows: sum it, as ``collectives.copy`` does.  ``recompute``: n is not saved, but recomputed in backward.
-    ``keep``: rows that arrive from other ranks are saved, not sent again.
+    ``keep``: rows that arrive from other ranks are saved, not sent again.  ``adapters``: low-rank pairs beside the two
+    weights, which may be of a wider dtype, as their gradients then are.
     """
     x, fc1_weight, fc2_weight = autocast(x, fc1_weight, fc2_weight)
     x = expanded("routed_experts", x, tp, copies=routing.k + 1)
@@ -294,7 +340,8 @@ def routed_experts(
         weights = weights[0].detach(), weights[1].detach()
     gated = ACTIVATIONS[activation].gated
     assert gated is not None
-    options = ExpertOptions(tp if experts is None else experts, routing, gated, valid, keep=keep, deferral=deferral)
+    experts = tp if experts is None else experts
+    options = ExpertOptions(experts, routing, gated, valid, keep=keep, deferral=deferral, scales=adapters.scales)
     router_weight = router_weight.to(acc_dtype(x))
-    outputs = RoutedExperts.apply(x, *weights, router_weight, router_bias, options, tp, recompute)
+    outputs = RoutedExperts.apply(x, *weights, router_weight, router_bias, *adapters.tensors, options, tp, recompute)
     return RoutedParts(*outputs)

@@ -60,13 +60,16 @@ def experts_up_cpu(x: Tensor, rows: ExpertRows, w1: Tensor, activation: str, til
 
 
 @torch.no_grad()
-def experts_down_cpu(a: Tensor, rows: ExpertRows, w2: Tensor, weights: Tensor, count: int, tile: int = 0) -> Tensor:
+def experts_down_cpu(
+    a: Tensor, rows: ExpertRows, w2: Tensor, weights: Tensor | None, count: int, tile: int = 0
+) -> Tensor:
     y = a.new_empty(len(a), w2.shape[1])
     if tile or not _begin_lines(a, y, w2):
         return experts_down_ref(a, rows, w2, weights, count=count, tile=tile)
     _multiply(a, w2.mT, rows.offsets, y)
-    for i, j in row_blocks(*y.shape):
-        y[i:j] = y[i:j] * weights[i:j, None]
+    if weights is not None:
+        for i, j in row_blocks(*y.shape):
+            y[i:j] = y[i:j] * weights[i:j, None]
     return _placed(y, rows, count)
 
 
@@ -93,7 +96,7 @@ def experts_dact_cpu(
 @torch.no_grad()
 def experts_dx_cpu(dz: Tensor, rows: ExpertRows, w1: Tensor, count: int, room: int) -> Tensor:
     dx = dz.new_empty(len(dz), w1.shape[2])
-    if rows.row_index is None or not _begin_lines(dz, dx, w1):
+    if (rows.row_index is None and room) or not _begin_lines(dz, dx, w1):
         return experts_dx_ref(dz, rows, w1, count, room=room)
     _multiply(dz, w1, rows.offsets, dx)
     return _placed(dx, rows, count + room)

@@ -299,7 +299,9 @@ def _down(x: Tensor, rows: ExpertRows, w: Tensor, weights: Tensor | None, y: Ten
     return y
 
 
-def experts_down_launch(a: Tensor, rows: ExpertRows, w2: Tensor, weights: Tensor, count: int, tile: int = 0) -> Tensor:
+def experts_down_launch(
+    a: Tensor, rows: ExpertRows, w2: Tensor, weights: Tensor | None, count: int, tile: int = 0
+) -> Tensor:
     """Runs the kernel, whose tiles have one size whatever ``tile`` is."""
     n, D = len(a), w2.shape[1]
     y = a.new_empty(count, D) if n == count else a.new_zeros(count, D)
