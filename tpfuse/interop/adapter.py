@@ -182,8 +182,8 @@ class _Adapted(NamedTuple):
 def _adapted(base: Model, caller: str) -> _Adapted:
     """Returns the adapted modules; ValueError if there are none, or stages have adapters of other ranks or scales."""
     loras = [lora for *_, lora in adapted_layers(base)]
-    names = (base.files.hf_name(name) for source in base.files.sources().values() for name in source.names)
-    here = {name.rpartition(".")[0] for name in names}, set(expert_parameters(base))
+    tensors = (base.files.hf_name(name) for source in base.files.sources().values() for name in source.names)
+    here = {name.rpartition(".")[0] for name in tensors}, set(expert_parameters(base))
     sizes_here = {(lora.rank, lora.scale * lora.rank) for lora in loras}
     apart_here = {lora.apart for lora in loras if isinstance(lora, ExpertLoRA) and "fc1" in lora.leaves}
     stages = base.groups.over_stages(
@@ -193,8 +193,8 @@ def _adapted(base: Model, caller: str) -> _Adapted:
     check(bool(names), f"{caller}: the model has no adapters")
     check(len(sizes) == 1, f"{caller}: adapters must be of one rank and alpha, got {quoted(sorted(sizes))}")
     check(len(apart) < 2, f"{caller}: gate and up of experts must be adapted together in all layers, or apart in all")
-    modules, adapted = names - parameters, names & parameters
-    return _Adapted(modules, holders - modules, *sizes.pop(), adapted, parameters - adapted, True in apart)
+    ((rank, alpha),), modules, adapted = sizes, names - parameters, names & parameters
+    return _Adapted(modules, holders - modules, rank, alpha, adapted, parameters - adapted, apart=True in apart)
 
 
 def _entries(base: Model) -> list[_Entry]:

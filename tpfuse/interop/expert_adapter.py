@@ -3,8 +3,8 @@
 {experts}.base_layer.lora_A.weight  [E r, D]    ...lora_B.weight  [2 F, r E]    of gate_up_proj
 {experts}.lora_A.weight             [E r, F]    ...lora_B.weight  [D, r E]      of down_proj
 
-``base_layer`` stands there where both are adapted: PEFT wraps the module once for each.  Columns of B are sorted by rank,
-then by expert.  A ``target_modules`` that names gate and up as layers of each expert becomes, in PEFT, a
+``base_layer`` stands there where both are adapted: PEFT wraps the module once for each.  B's columns are sorted by
+rank, then by expert.  A ``target_modules`` that names gate and up as layers of each expert becomes, in PEFT, a
 ``rank_pattern`` and an ``alpha_pattern`` of gate_up_proj, both twice as large.
 """
 
@@ -108,7 +108,8 @@ def rank_of(name: str, rank: int, apart: bool) -> int:
 
 def expert_sources(base: Model, path: str, lora: ExpertLoRA) -> dict[str, Source]:
     """Returns, by their names in the model, the tensors of the file that an adapter's parameters are made of."""
-    weights, names, result = base.files.sources(), ExpertNames.of(base, path), {}
+    weights, names = base.files.sources(), ExpertNames.of(base, path)
+    result: dict[str, Source] = {}
     for leaf in lora.leaves:
         weight, module = weights[f"{path}.{leaf}"].alternative, stored_module(names[leaf].merged, lora.adapted)
         assert weight is not None

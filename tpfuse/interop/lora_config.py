@@ -76,7 +76,7 @@ def _targets(targets: Any, base: Model, model_type: str, experts: Mapping[str, E
     if targets == "all-linear":
         check(
             not experts,
-            "add_adapter: target_modules='all-linear' names routers too, by PEFT's rule, and adapters of routers are not"
+            "add_adapter: target_modules='all-linear' names routers too, by PEFT's rule, and their adapters are not"
             " built; name the layers",
         )
         return list(TARGETS)

@@ -194,11 +194,11 @@ def add_lora(
 
     Returns the model.  A classification head is left to be trained, as PEFT leaves it.  A target is a layer's name here
     ("qkv", "out", "fc1", "fc2"; in another module its attribute's name) or that of a module of the Hugging Face model
-    ("q_proj", "attn.c_proj", or all of its path), and of experts one of its parameters ("experts.gate_up_proj").  The
-    names of an expert's projections ("gate_proj" and "up_proj") are those of that parameter, which then has twice the
-    rank, each of them ``rank``, and are named together.  A is N(0, 1 / 3K), by Philox of (``seed``, name, global index), the
-    same bits at every split; B is 0, so nothing changes until it is trained.  Adapters are fp32 beside 16-bit weights.
-    Call it before the optimizer is made and before DDP.
+    ("q_proj", "attn.c_proj", or all of its path), and of experts that of a parameter ("experts.gate_up_proj").  The
+    names of an expert's projections ("gate_proj" and "up_proj", both or none) are that parameter's too, whose rank then
+    is twice as large, as in PEFT.  A is N(0, 1 / 3K), by Philox of (``seed``, name, global index), the same bits at
+    every split; B is 0, so nothing changes until it is trained.  Adapters are fp32 beside 16-bit weights.  Call it
+    before the optimizer is made and before DDP.
     ValueError for a target that does not exist, or is a router, whose adapters are not built, a second call, or
     ``dropout``, which is not built.
     """

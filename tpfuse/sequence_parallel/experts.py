@@ -254,16 +254,16 @@ class RoutedExperts(Function):
         dw2: Tensor | None = None
         dwr: Tensor | None = None
         of_pairs: list[Tensor | None] = [None] * 4
-        train_first, train_second = any(ctx.needs_input_grad[5:7]), any(ctx.needs_input_grad[7:9])
         sides = Sides(dy, ga, at.offsets, dy_index=at.row_index)
-        if train_second:
+        if second is not None and any(ctx.needs_input_grad[7:9]):
             of_pairs[2:] = _pair_gradients(second, sides, experts)
         if grads.out_weight:
             dw2, _ = grads.run("out_weight", ExpertWeightGrad(sides, w2.dtype, experts.replicas))
-        if grads.weight or train_first:
+        trains_first = any(ctx.needs_input_grad[5:7])
+        if grads.weight or trains_first:
             x, at = routes.there(rows, routes.order.rows(routing.k)) if x is None else (x, at)
             sides = Sides(dz, x, at.offsets, x_index=at.row_index)
-            if train_first:
+            if first is not None and trains_first:
                 of_pairs[:2] = _pair_gradients(first, sides, experts)
             if grads.weight:
                 dw1, _ = grads.run("weight", ExpertWeightGrad(sides, w1.dtype, experts.replicas))

@@ -6,7 +6,7 @@
 
 W_e + s B_e A_e is never formed: it would be a second copy of the experts' weights, its gradient a full wgrad, and in 16
 bits the sum would round a small update away.  An activation is taken of the sum of both products, so that of a weight
-with an adapter the GEMM and the activation are two kernels.  x and dy are brought into the experts' order first, a copy.
+with an adapter the GEMM and the activation are two kernels.  x and dy are copied into the experts' order first.
 
 Each function is that of grouped.py of the same name where ``pair`` is None.
 """

@@ -61,7 +61,7 @@ def experts_up_ref(x: Tensor, rows: ExpertRows, w1: Tensor, activation: str, til
 def experts_down_ref(
     a: Tensor, rows: ExpertRows, w2: Tensor, weights: Tensor | None, count: int, tile: int = 0
 ) -> Tensor:
-    """a [n, F], weights [n] (None: 1) -> y [count, D], whose row ``rows.row_index[i]`` is that of place i; others are 0.
+    """a [n, F], weights [n], None for 1 -> y [count, D], whose row ``rows.row_index[i]`` is that of place i, others 0.
 
     ``tile`` as of experts_up.
     """
