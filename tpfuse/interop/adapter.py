@@ -11,7 +11,6 @@ Those of experts: expert_adapter.py.
 import json
 import re
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,11 +20,10 @@ from torch import Tensor, nn
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import Rule, boolean, brief, check_rules, integer, number, optional, quoted
 from ..layers.expert_lora import ExpertLoRA
-from ..layers.linear import Adaptable
 from ..layers.lora import ColumnLoRA, adapted_layers, add_lora, base_of, trained_modules
 from ..layers.module import Spec, local
-from ..layers.moe import ParallelMoE
-from ..layers.shards import named_specs, unwrapped_name
+from ..layers.projections import Projections
+from ..layers.shards import named_specs
 from ..models.files.directory import open_tensors, read_json
 from ..models.files.disk import NewFiles, save_file
 from ..models.files.read import DTYPES, reading
@@ -34,17 +32,15 @@ from ..models.files.write import full_tensor
 from ..models.model import Model
 from ..parallel import TensorParallel
 from ..ranks.messages import gather, raise_together, together
+from .adaptable import Adaptables, ExpertParameter
 from .expert_adapter import (
-    ExpertParameter,
-    check_parameter_options,
-    expert_parameters,
+    expert_modules,
     expert_sources,
     expert_targets,
     patterns,
-    rank_of,
     stored_module,
-    targeted,
-    without_patterns,
+    stored_shapes,
+    take_patterns,
 )
 from .lora_options import check_options
 
@@ -110,7 +106,7 @@ def load_adapter(model: nn.Module, path: str | Path, *, trainable: bool = False)
     """
     base, path = _base(model, "load_adapter"), Path(path)
     head, here = _head_entries(base), Adaptables.of(base)
-    everywhere = Adaptables.over_stages(base, here)
+    everywhere = here.over_stages(base, "load_adapter")
 
     def examine() -> tuple[Any, Any, list[str], dict[str, _Entry]]:
         config, handle, apart = read_adapter(path, trainable=trainable)
@@ -119,12 +115,15 @@ def load_adapter(model: nn.Module, path: str | Path, *, trainable: bool = False)
         for name, entry in heads.items():
             _check_tensor(path / WEIGHTS, handle, name, entry.spec.shape)
         names = set(handle.keys()) - heads.keys()
-        parameters = targeted(f"load_adapter: {path / CONFIG}", config.get("target_parameters"), everywhere.parameters)
-        shapes = everywhere.shapes(config["r"], parameters, apart)
-        _check(path / WEIGHTS, handle, names, shapes, required={stored_module(p, parameters) for p in parameters})
+        parameters = expert_targets(f"load_adapter: {path / CONFIG}", config, everywhere.experts)
+        of_experts = {
+            stored_module(name, parameters): stored_shapes(name, everywhere.experts[name], config["r"], apart)
+            for name in parameters
+        }
+        _check(path / WEIGHTS, handle, names, _shapes(everywhere, config["r"]) | of_experts, required=set(of_experts))
         modules = [m for m in here.layers if f"{_PREFIX}{m}.lora_A.weight" in names]
-        for name in sorted(parameters & here.parameters.keys()):
-            modules += expert_targets(name, here.parameters[name], apart)
+        for name in sorted(parameters & here.experts.keys()):
+            modules += expert_modules(name, here.experts[name], apart)
         return config, handle, modules, heads
 
     config, handle, modules, heads = together(examine, base.groups.all())
@@ -167,50 +166,55 @@ def _base(model: nn.Module, caller: str) -> Model:
 
 
 class _Adapted(NamedTuple):
-    """The adapted modules of all stages of a model, and all other modules with parameters, by Hugging Face's names; the
-    same of parameters of experts, and whether gate and up are adapted ``apart``."""
+    """What all stages of a model have, by Hugging Face's names: adapted modules, parameters of experts among them;
+    those that are not; all parameters of ``experts``, and whether their gate and up are ``apart``."""
 
     modules: set[str]
     unadapted: set[str]
     rank: int
     alpha: float
-    parameters: set[str]
-    unadapted_parameters: set[str]
+    experts: dict[str, ExpertParameter]
     apart: bool
 
 
 def _adapted(base: Model, caller: str) -> _Adapted:
     """Returns the adapted modules; ValueError if there are none, or stages have adapters of other ranks or scales."""
     loras = [lora for *_, lora in adapted_layers(base)]
-    tensors = (base.files.hf_name(name) for source in base.files.sources().values() for name in source.names)
-    here = {name.rpartition(".")[0] for name in tensors}, set(expert_parameters(base))
-    sizes_here = {(lora.rank, lora.scale * lora.rank) for lora in loras}
-    apart_here = {lora.apart for lora in loras if isinstance(lora, ExpertLoRA) and "fc1" in lora.leaves}
-    stages = base.groups.over_stages(
-        caller, ({name for lora in loras for name in lora.adapted}, *here, sizes_here, apart_here)
-    )
-    names, holders, parameters, sizes, apart = (set().union(*column) for column in zip(*stages, strict=True))
-    check(bool(names), f"{caller}: the model has no adapters")
+    experts = Adaptables.of(base).over_stages(base, caller).experts
+    names = (base.files.hf_name(name) for source in base.files.sources().values() for name in source.names)
+    mine = {module for lora in loras for module in lora.adapted}, {name.rpartition(".")[0] for name in names}
+    sizes = {(lora.rank, lora.scale * lora.rank) for lora in loras}
+    apart = {lora.apart for lora in loras if isinstance(lora, ExpertLoRA) and "fc1" in lora.leaves}
+    stages = base.groups.over_stages(caller, (*mine, sizes, apart))
+    modules, holders, sizes, apart = (set().union(*column) for column in zip(*stages, strict=True))
+    check(bool(modules), f"{caller}: the model has no adapters")
     check(len(sizes) == 1, f"{caller}: adapters must be of one rank and alpha, got {quoted(sorted(sizes))}")
     check(len(apart) < 2, f"{caller}: gate and up of experts must be adapted together in all layers, or apart in all")
-    ((rank, alpha),), modules, adapted = sizes, names - parameters, names & parameters
-    return _Adapted(modules, holders - modules, rank, alpha, adapted, parameters - adapted, apart=True in apart)
+    taken = {name.rpartition(".")[2] for parameter in experts.values() for name in parameter.projections}
+    lost = sorted(name for name in modules - experts.keys() if name.rpartition(".")[2] in taken)
+    check(
+        not lost,
+        f"{caller}: adapters of {', '.join(lost)} have no form in PEFT, which takes such names in a model with experts"
+        " for the experts'",
+    )
+    ((rank, alpha),), unadapted = sizes, (holders | experts.keys()) - modules
+    return _Adapted(modules, unadapted, rank, alpha, experts=experts, apart=True in apart)
 
 
 def _entries(base: Model) -> list[_Entry]:
     """Returns every adapter's parameters."""
     specs = {name: (p, spec, tp) for (name, spec, tp), p in zip(named_specs(base), base.parameters(), strict=True)}
     named = lambda letter, modules: tuple(f"{_PREFIX}{m}.lora_{letter}.weight" for m in modules)
-    sources, entries = base.files.sources(), []
+    names, entries = Projections.of(base), []
     for path, _, lora in adapted_layers(base):
         if isinstance(lora, ExpertLoRA):
-            of_experts = expert_sources(base, path, lora).items()
-            entries += [_Entry(*specs[name], replace(s, names=(_PREFIX + s.names[0],))) for name, s in of_experts]
+            of_experts = expert_sources(names, path, lora, _PREFIX).items()
+            entries += [_Entry(*specs[f"{path}.lora.{leaf}"], source) for leaf, source in of_experts]
             continue
         pattern = "r d -> r 1 d" if isinstance(lora, ColumnLoRA) else "r d -> r d"
         entries.append(_Entry(*specs[f"{path}.lora.A"], Source.several(named("A", lora.adapted), pattern)))
         for leaf, parts in lora.parts.items():
-            weight = sources[f"{path}.{leaf}"]
+            weight = names.sources[f"{path}.{leaf}"]
             adapted = [
                 (n, m, place) for (n, m), (_, place) in zip(parts, weight.parts, strict=True) if m in lora.adapted
             ]
@@ -244,22 +248,22 @@ def _pattern(source: Source) -> str:
 
 
 def _config(base: Model, adapted: _Adapted) -> dict[str, Any]:
-    alpha = adapted.alpha
-    return dict(
+    alpha = int(adapted.alpha) if adapted.alpha == int(adapted.alpha) else adapted.alpha
+    of_experts = patterns(adapted.rank, alpha) if adapted.apart else {}
+    return of_experts | dict(
         peft_type="LORA",
         bias="none",
         r=adapted.rank,
-        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
+        lora_alpha=alpha,
         lora_dropout=0.0,
-        target_modules=_targets(adapted.modules, adapted.unadapted),
-        target_parameters=_targets(adapted.parameters, adapted.unadapted_parameters) or None,
+        target_modules=_targets(adapted.modules - adapted.experts.keys(), adapted.unadapted),
+        target_parameters=_targets(adapted.modules & adapted.experts.keys(), adapted.unadapted) or None,
         fan_in_fan_out=base.config.hf.transposed,
         init_lora_weights=True,
         inference_mode=True,
         modules_to_save=_saved(base) or None,
         task_type=_task(base),
         base_model_name_or_path=None if base.origin is None or base.origin.path is None else str(base.origin.path),
-        **(patterns(adapted.rank, adapted.alpha) if adapted.apart else {}),
     )
 
 
@@ -296,7 +300,7 @@ def _targets(adapted: set[str], unadapted: set[str]) -> list[str]:
 class StoredAdapter(NamedTuple):
     """The config and the open tensors of a directory, and whether gate and up of experts are adapted ``apart``."""
 
-    config: dict[str, Any]
+    config: Any
     tensors: Any
     apart: bool
 
@@ -308,9 +312,8 @@ def read_adapter(path: Path, *, trainable: bool) -> StoredAdapter:
     except (ValueError, OSError) as error:
         raise ValueError(f"load_adapter: {path} must hold {CONFIG} and {WEIGHTS}: {error}") from None
     place = f"load_adapter: {path / CONFIG}"
-    config, apart = without_patterns(config)
+    apart = take_patterns(config)
     check_options(place, config, stored=True)
-    check_parameter_options(place, config)
     for key in ("r", "lora_alpha"):
         if key not in config:
             raise ValueError(f"{place} has no {key}")
@@ -322,49 +325,9 @@ def read_adapter(path: Path, *, trainable: bool) -> StoredAdapter:
     return StoredAdapter(config, handle, apart)
 
 
-class Adaptables(NamedTuple):
-    """What may have adapters, by Hugging Face's names: linear layers with their (outputs, inputs), and parameters of
-    experts."""
-
-    layers: dict[str, tuple[int, int]]
-    parameters: dict[str, ExpertParameter]
-
-    @classmethod
-    def of(cls, base: Model) -> "Adaptables":
-        return cls(hf_layers(base), expert_parameters(base))
-
-    @classmethod
-    def over_stages(cls, base: Model, here: "Adaptables") -> "Adaptables":
-        """Returns those of all pipeline stages."""
-        layers, parameters = zip(*base.groups.over_stages("load_adapter", tuple(here)), strict=True)
-        joined = lambda dicts: {name: value for stage in dicts for name, value in stage.items()}
-        return cls(joined(layers), joined(parameters))
-
-    def shapes(self, rank: int, adapted: set[str], apart: bool) -> dict[str, dict[str, tuple[int, int]]]:
-        """Returns the shapes of A and B by the module that a file may name them by; of the parameters ``adapted``."""
-        shapes = {name: {"A": (rank, inputs), "B": (outputs, rank)} for name, (outputs, inputs) in self.layers.items()}
-        of_experts = {
-            stored_module(name, adapted): self.parameters[name].tensor_shapes(rank_of(name, rank, apart))
-            for name in adapted
-        }
-        return shapes | of_experts
-
-
-def hf_layers(base: Model) -> dict[str, tuple[int, int]]:
-    """Returns the linear layers that may have adapters: Hugging Face module -> outputs, inputs."""
-    sources, layers = base.files.sources(), {}
-    modules = {unwrapped_name(path): module for path, module in base.named_modules()}
-    for name, spec, _ in named_specs(base):
-        path, _, leaf = name.rpartition(".")
-        if name in sources and "bias" not in leaf and _is_linear(modules[path]):
-            for n, (rows, columns) in zip(sources[name].names, sources[name].file_shapes(spec.shape), strict=True):
-                sizes = (columns, rows) if base.config.hf.transposed else (rows, columns)
-                layers[base.files.hf_name(n).removesuffix(".weight")] = sizes
-    return layers
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, Adaptable) and not isinstance(module, ParallelMoE)
+def _shapes(adaptables: Adaptables, rank: int) -> dict[str, dict[str, tuple[int, int]]]:
+    """Returns the shapes of A and B of each linear layer."""
+    return {name: {"A": (rank, inputs), "B": (outputs, rank)} for name, (outputs, inputs) in adaptables.layers.items()}
 
 
 def _check(

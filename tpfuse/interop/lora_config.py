@@ -1,22 +1,15 @@
 """Translates a LoraConfig of PEFT into the arguments of add_lora."""
 
 import re
-from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, NamedTuple
 
 from ..kernels.runtime.errors import check
 from ..layers.lora import TARGETS
 from ..models.model import Model
-from .adapter import check_saved, hf_layers
-from .expert_adapter import (
-    ExpertParameter,
-    check_parameter_options,
-    expert_parameters,
-    expert_targets,
-    targeted,
-    without_patterns,
-)
+from .adaptable import Adaptables, ExpertParameter
+from .adapter import check_saved
+from .expert_adapter import expert_modules, expert_targets, take_patterns
 from .lora_options import check_options
 
 
@@ -37,19 +30,18 @@ def lora_arguments(config: Any, base: Model, model_type: str) -> LoRAArguments:
     values = config.to_dict()
     caller = f"add_adapter: {type(config).__name__}"
     values["peft_type"] = getattr(values.get("peft_type"), "value", values.get("peft_type"))
-    values, apart = without_patterns(values)
+    apart = take_patterns(values)
     check_options(caller, values, stored=False)
-    check_parameter_options(caller, values)
     check_saved(caller, values.get("modules_to_save"), base)
     rank, alpha = values["r"], values["lora_alpha"]
-    experts = expert_parameters(base)
-    parameters = targeted(caller, values.get("target_parameters"), experts)
-    modules = values.get("target_modules")
-    targets = [] if modules is None and parameters else _targets(modules, base, model_type, experts)
-    targets += [t for name in sorted(parameters) for t in expert_targets(name, experts[name], apart)]
+    adaptables = Adaptables.of(base)
+    experts, modules = adaptables.experts, values.get("target_modules")
+    parameters = expert_targets(caller, values, experts)
+    targets = [] if modules is None and parameters else _targets(modules, adaptables, model_type)
+    targets += [t for name in sorted(parameters) for t in expert_modules(name, experts[name], apart)]
     scale = rank**0.5 if values.get("use_rslora") else 1
     check(
-        scale == 1 or not any(_is_part(t, p) for t in targets for p in experts.values()),
+        not values.get("use_rslora") or not any(_is_part(t, p) for t in targets for p in experts.values()),
         f"{caller}: use_rslora=True is not built with gate and up of experts by their own names, which PEFT scales"
         " otherwise than other layers; give target_parameters",
     )
@@ -62,12 +54,13 @@ def _is_part(target: str, parameter: ExpertParameter) -> bool:
     return several and any(f".{name}".endswith(f".{target}") for name in parameter.projections)
 
 
-def _targets(targets: Any, base: Model, model_type: str, experts: Mapping[str, ExpertParameter]) -> list[str]:
+def _targets(targets: Any, adaptables: Adaptables, model_type: str) -> list[str]:
     """Returns the layers of PEFT's target_modules: endings, a regular expression, "all-linear", or None for the
     family's default.
 
-    An ending that names projections of ``experts`` names no others, as PEFT has it.
+    An ending that names projections of experts names no others, as PEFT has it.
     """
+    layers, experts = adaptables
     projections = [name for parameter in experts.values() for name in parameter.projections]
     if targets is None:
         defaults = import_module("peft.utils.constants").TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
@@ -83,6 +76,6 @@ def _targets(targets: Any, base: Model, model_type: str, experts: Mapping[str, E
     if not isinstance(targets, str):
         leaves = {name.rpartition(".")[2] for name in projections}
         return sorted(f"experts.{t}" if t in leaves else t for t in targets)
-    names = [name for name in (*hf_layers(base), *projections) if re.fullmatch(targets, name)]
+    names = [name for name in (*layers, *projections) if re.fullmatch(targets, name)]
     check(bool(names), f"add_adapter: no linear layer is called {targets}")
     return names

@@ -22,6 +22,7 @@ norm               LayerNorm, RMSNorm
 one_node           a block on one rank as one autograd node
 partial            partial gradients are found and named
 plain              replicated: plain torch modules on row shards
+projections        the projections in a layer's weights, by Hugging Face's names
 shapes             shapes of attention, MLP and norms, as records
 shards             parameters of parallel modules, each with the whole that it is a slice of
 sites              the number of each dropout mask of a model

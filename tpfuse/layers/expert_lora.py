@@ -9,40 +9,16 @@ by ``target_parameters``, gate and up together with one A.  Where an older confi
 expert, PEFT gives fc1's pair twice the rank at the same scale, so that each has columns of A of its own.
 """
 
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor
 
 from ..kernels.experts.low_rank import LowRank
+from ..parallel import TensorParallel
 from ..sequence_parallel.experts import ExpertAdapters
 from .linear import Adapter, Parts
 from .module import local
 from .moe import ParallelMoE
-
-WEIGHTS = "fc1", "fc2"
-
-
-class ExpertNames(NamedTuple):
-    """Hugging Face's names of a weight of experts: the parameter of all of them, and the projections in it, which older
-    models have as layers of each expert."""
-
-    merged: str
-    projections: tuple[str, ...]
-
-    @classmethod
-    def of(cls, base: Any, path: str) -> "dict[str, ExpertNames]":
-        """Returns the names of each weight of the layer at ``path``; a model without names has its own."""
-        sources = base.files.sources() if hasattr(base, "files") else {}
-        if f"{path}.{WEIGHTS[0]}" not in sources:
-            return {leaf: cls(f"{path}.{leaf}", ()) for leaf in WEIGHTS}
-        names = {}
-        for leaf in WEIGHTS:
-            source = sources[f"{path}.{leaf}"]
-            merged: str = base.files.hf_name(source.alternative.names[0])
-            modules = (name.removesuffix(".weight").rpartition(".")[2] for name in source.each[0].names)
-            names[leaf] = cls(merged, tuple(f"{merged.rpartition('.')[0]}.{module}" for module in modules))
-        return names
+from .projections import EXPERT_WEIGHTS
 
 
 class ExpertLoRA(Adapter):
@@ -73,12 +49,12 @@ class ExpertLoRA(Adapter):
             self.add_parameter(f"A_{leaf}", (E, r, K), 0, self.std_of(K), dtype=dtype, device=device)
             self.add_parameter(f"B_{leaf}", (E, *rows, r), 0, "zeros", dtype=dtype, device=device)
 
-    def ranks_of(self, name: str) -> Any:
+    def ranks_of(self, name: str) -> TensorParallel:
         return self.experts
 
     def pairs(self) -> ExpertAdapters:
         """Returns what stands beside ``fc1`` and ``fc2``, of this rank's experts."""
-        return ExpertAdapters(*(self._pair(leaf) if leaf in self.leaves else None for leaf in WEIGHTS))
+        return ExpertAdapters(*(self._pair(leaf) if leaf in self.leaves else None for leaf in EXPERT_WEIGHTS))
 
     def _pair(self, leaf: str) -> LowRank:
         a, b = (local(self.get_parameter(f"{letter}_{leaf}")) for letter in "AB")

@@ -31,10 +31,11 @@ from ..kernels.runtime.op import acc_dtype
 from ..kernels.runtime.rules import POSITIVE, SEED, check_number, integer, quoted
 from ..parallel import TensorParallel
 from ..sequence_parallel import gather_linear
-from .expert_lora import WEIGHTS, ExpertLoRA, ExpertNames
+from .expert_lora import ExpertLoRA
 from .linear import Adaptable, Adapter, Parts, RowParallelLinear
 from .module import Origin, initialize, leaf_slices, local, on_rows, per_leaf
 from .moe import ParallelMoE
+from .projections import EXPERT_WEIGHTS, Projections
 from .shards import unwrapped_name
 
 _MAX_RANK = 1 << 16
@@ -208,39 +209,39 @@ def add_lora(
     check_number("add_lora: rank", rank, integer(1, _MAX_RANK))
     listed_names = isinstance(targets, list | tuple | set | frozenset) and all(isinstance(t, str) for t in targets)
     check(listed_names, f"add_lora: targets must be names of layers, got {quoted(targets)}")
-    base, layers = base_of(model), list(_linears(model))
+    base, layers = base_of(model), list(_adaptables(model))
     check(bool(layers), f"add_lora: {type(model).__name__} has no tensor-parallel linear layer")
     check(
         all(layer.tp.batch_invariant is None for _, layer in layers),
         "add_lora: adapters are not built for batch_invariant, whose GEMMs are in tiles of rows",
     )
     check(all(layer.lora is None for _, layer in layers), "add_lora: the model has adapters already")
-    chosen: list[_Chosen] = []
+    names, chosen = Projections.of(base), list[_Chosen]()
     matched: set[str] = set()
     for path, layer in layers:
-        hits = _hits(base, path, layer, set(targets))
+        hits = _hits(names, path, layer, set(targets))
         matched.update(*hits.values())
         if any(hits.values()):
+            apart = isinstance(layer, ParallelMoE) and _are_apart(names, path, targets)
             adapted = [name for name, by in hits.items() if by]
-            chosen.append(_Chosen(path, layer, _parts(base, path, layer), adapted))
+            chosen.append(_Chosen(path, layer, names.parts(path, layer), adapted, apart=apart))
     missing = [t for t in targets if t not in matched]
     experts = any(isinstance(layer, ParallelMoE) for _, layer in layers)
-    apart = {c.path for c in chosen if isinstance(c.layer, ParallelMoE) and _are_apart(base, c.path, targets)}
     check(
         bool(chosen) and not missing,
-        f"add_lora: no layer is called {', '.join(missing) or 'anything'}; there are {_layer_names(base, layers)}"
+        f"add_lora: no layer is called {', '.join(missing) or 'anything'}; there are {_layer_names(names, layers)}"
         + "; adapters of routers are not built" * experts,
     )
     chosen[0][1].tp.agree("add_lora", dict(rank=rank, alpha=alpha, targets=tuple(targets), seed=seed))
     model.requires_grad_(False)
     for module in trained_modules(base).values():
         module.requires_grad_(True)
-    for path, layer, parts, adapted in chosen:
+    for path, layer, parts, adapted, apart in chosen:
         weight = local(layer.get_parameter(next(iter(parts))))
         dtype, device = torch.promote_types(weight.dtype, torch.float32), weight.device
         if isinstance(layer, ParallelMoE):
             layer.lora = ExpertLoRA(
-                layer, parts, adapted, rank=rank, alpha=alpha, apart=path in apart, dtype=dtype, device=device
+                layer, parts, adapted, rank=rank, alpha=alpha, apart=apart, dtype=dtype, device=device
             )
         elif isinstance(layer, RowParallelLinear):
             layer.lora = RowLoRA(layer, parts, adapted, rank=rank, alpha=alpha, dtype=dtype, device=device)
@@ -252,12 +253,13 @@ def add_lora(
 
 
 class _Chosen(NamedTuple):
-    """A layer that gets an adapter, of the projections ``adapted`` of its ``parts``."""
+    """A layer that gets an adapter, of the projections ``adapted`` of its ``parts``; ``apart`` as of ExpertLoRA."""
 
     path: str
     layer: Adaptable
     parts: Parts
     adapted: list[str]
+    apart: bool
 
 
 def _named_by(name: str, targets: Iterable[str]) -> set[str]:
@@ -265,25 +267,23 @@ def _named_by(name: str, targets: Iterable[str]) -> set[str]:
     return {t for t in targets if f".{name}".endswith(f".{t}")}
 
 
-def _hits(base: Any, path: str, layer: Adaptable, targets: set[str]) -> dict[str, set[str]]:
+def _hits(names: Projections, path: str, layer: Adaptable, targets: set[str]) -> dict[str, set[str]]:
     """Returns, by the name of each of a layer's projections, the targets that name it."""
     if isinstance(layer, ParallelMoE):
-        names = ExpertNames.of(base, path)
         return {
             merged: ({leaf} & targets).union(*(_named_by(name, targets) for name in (merged, *projections)))
-            for leaf, (merged, projections) in names.items()
+            for leaf, (merged, projections) in names.experts(path).items()
         }
-    parts = _parts(base, path, layer)
     return {
         name: _named_by(name, targets) | ({path.rpartition(".")[2]} & targets)
-        for projections in parts.values()
+        for projections in names.parts(path, layer).values()
         for _, name in projections
     }
 
 
-def _are_apart(base: Any, path: str, targets: Iterable[str]) -> bool:
+def _are_apart(names: Projections, path: str, targets: Iterable[str]) -> bool:
     """Returns whether targets name the projections of a layer's fc1; ValueError where they name one of the two."""
-    merged, projections = ExpertNames.of(base, path)["fc1"]
+    merged, projections = names.experts(path)["fc1"]
     named = [name for name in projections if _named_by(name, targets)]
     check(
         len(named) in (0, len(projections)),
@@ -333,30 +333,20 @@ def trained_modules(base: Any) -> dict[str, nn.Module]:
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Adaptable, Adapter]]:
     """Yields (path, layer, its adapter) of every layer that has one."""
-    return ((path, layer, layer.lora) for path, layer in _linears(model) if layer.lora is not None)
+    return ((path, layer, layer.lora) for path, layer in _adaptables(model) if layer.lora is not None)
 
 
-def _linears(model: nn.Module) -> Iterator[tuple[str, Adaptable]]:
+def _adaptables(model: nn.Module) -> Iterator[tuple[str, Adaptable]]:
     return ((unwrapped_name(path), m) for path, m in base_of(model).named_modules() if isinstance(m, Adaptable))
 
 
-def _parts(base: Any, path: str, layer: Adaptable) -> Parts:
-    """Returns the projections of a layer's weights: one per Hugging Face tensor, or one per weight without names."""
-    if isinstance(layer, ParallelMoE):
-        return {leaf: [(1, merged)] for leaf, (merged, _) in ExpertNames.of(base, path).items()}
-    leaves = [leaf for leaf, spec in layer.specs.items() if "bias" not in leaf]
-    sources = base.files.sources() if hasattr(base, "files") else {}
-    if f"{path}.{leaves[0]}" not in sources:
-        return {leaf: [(1, path)] for leaf in leaves}
-    named = lambda s: [base.files.hf_name(name).removesuffix(".weight") for name in s.names]
-    weight_sources = {leaf: sources[f"{path}.{leaf}"] for leaf in leaves}
-    return {leaf: list(zip(s.widths, named(s), strict=True)) for leaf, s in weight_sources.items()}
-
-
-def _layer_names(base: Any, layers: list[tuple[str, Adaptable]]) -> str:
+def _layer_names(names: Projections, layers: list[tuple[str, Adaptable]]) -> str:
     ours = {path.rpartition(".")[2] for path, layer in layers if not isinstance(layer, ParallelMoE)}
-    ours |= {leaf for _, layer in layers if isinstance(layer, ParallelMoE) for leaf in WEIGHTS}
+    ours |= {leaf for _, layer in layers if isinstance(layer, ParallelMoE) for leaf in EXPERT_WEIGHTS}
     leaves_in_files = {
-        name.rpartition(".")[2] for path, layer in layers for ps in _parts(base, path, layer).values() for _, name in ps
+        name.rpartition(".")[2]
+        for path, layer in layers
+        for projections in names.parts(path, layer).values()
+        for _, name in projections
     }
     return ", ".join(sorted(ours | leaves_in_files))
