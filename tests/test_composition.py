@@ -32,7 +32,6 @@ from tests.common import error
 from tests.models.common import default_dtype, whole
 from tpfuse import TensorParallel, as_dtensor, make_rng
 from tpfuse.layers import LayerNorm, TransformerBlock, VocabParallelEmbedding, VocabParallelHead, cross_entropy
-from tpfuse.layers.lora import TARGETS
 from tpfuse.models import GPT, Bert, BertConfig, GPTConfig
 
 SIZES: dict[str, Any] = dict(vocab_size=61, max_positions=32, hidden_size=32, num_layers=2, num_heads=4, ffn_size=48)

@@ -29,7 +29,7 @@ class Projections(NamedTuple):
         return cls(base.files.sources(), base.files.hf_name) if hasattr(base, "files") else cls({}, str)
 
     def parts(self, path: str, layer: Adaptable) -> Parts:
-        """Returns the projections of a layer's weights, one for each Hugging Face tensor; without names one a weight."""
+        """Returns the projections of a layer's weights, one a Hugging Face tensor; without names one a weight."""
         if isinstance(layer, ParallelMoE):
             return {leaf: [(1, merged)] for leaf, (merged, _) in self.experts(path).items()}
         leaves = [leaf for leaf, spec in layer.specs.items() if "bias" not in leaf]
