@@ -199,6 +199,38 @@ def test_experts_over_replicas(ranks, exact, tmp_path):
     assert_equal(load_file(tmp_path / "out" / FILE), load_file(path / FILE))
 
 
+def of_each_expert(path):
+    """The directory of an older release: an adapter for each expert's layers."""
+    g, found = torch.Generator().manual_seed(3), {}
+    for layer in range(2):
+        for expert in range(4):
+            for leaf, (outputs, inputs) in dict(w1=(28, 48), w2=(48, 28), w3=(28, 48)).items():
+                name = f"base_model.model.model.layers.{layer}.block_sparse_moe.experts.{expert}.{leaf}.lora_"
+                found[f"{name}A.weight"] = torch.randn(3, inputs, generator=g, dtype=F64)
+                found[f"{name}B.weight"] = 0.1 * torch.randn(outputs, 3, generator=g, dtype=F64)
+    values = dict(peft_type="LORA", r=3, lora_alpha=6, target_modules=["w1", "w2", "w3"], bias="none")
+    path.mkdir()
+    (path / CONFIG).write_text(json.dumps(values))
+    save_file(found, path / FILE)
+
+
+def test_an_older_release_s_files_are_refused_and_read_as_peft_saves_them_again(tmp_path):
+    of_each_expert(tmp_path / "old")
+    with pytest.raises(ValueError, match="no layer is called model.layers.0.block_sparse_moe.experts.0.w1"):
+        load_adapter(parallelize(theirs("mixtral")), tmp_path / "old")
+    model = peft.PeftModel.from_pretrained(theirs("mixtral"), tmp_path / "old").double()
+    model.save_pretrained(tmp_path / "new")
+    again, call = load_adapter(parallelize(theirs("mixtral")), tmp_path / "new"), batch(model.config)
+    assert error(again(**call).logits, model(**call).logits) < 1e-10
+    assert error(again(**call).logits, theirs("mixtral")(**call).logits) > 1e-3
+
+
+def test_an_mlp_beside_experts_has_no_form_in_peft(tmp_path):
+    model = add_lora(parallelize(theirs("qwen3_moe-mixed")), rank=3, alpha=6, targets=["fc2"])
+    with pytest.raises(ValueError, match="adapters of model.layers.0.mlp.down_proj, .* have no form in PEFT"):
+        save_adapter(model, tmp_path)
+
+
 # ---- what a LoraConfig names ----
 
 
