@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from ..layers.linear import Adaptable
 from ..layers.moe import ParallelMoE
-from ..layers.projections import Projections
+from ..layers.projections import ProjectionNames
 from ..layers.shards import named_specs, unwrapped_name
 from ..models.model import Model
 
@@ -25,7 +25,7 @@ class Adaptables(NamedTuple):
     @classmethod
     def of(cls, base: Model) -> "Adaptables":
         """Returns those of this pipeline stage."""
-        names, found = Projections.of(base), cls({}, {})
+        names, found = ProjectionNames.of(base), cls({}, {})
         modules = {unwrapped_name(path): module for path, module in base.named_modules()}
         for name, spec, _ in named_specs(base):
             path, _, leaf = name.rpartition(".")

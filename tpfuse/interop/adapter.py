@@ -22,7 +22,7 @@ from ..kernels.runtime.rules import Rule, boolean, brief, check_rules, integer, 
 from ..layers.expert_lora import ExpertLoRA
 from ..layers.lora import ColumnLoRA, adapted_layers, add_lora, base_of, trained_modules
 from ..layers.module import Spec, local
-from ..layers.projections import Projections
+from ..layers.projections import ProjectionNames
 from ..layers.shards import named_specs
 from ..models.files.directory import open_tensors, read_json
 from ..models.files.disk import NewFiles, save_file
@@ -205,7 +205,7 @@ def _entries(base: Model) -> list[_Entry]:
     """Returns every adapter's parameters."""
     specs = {name: (p, spec, tp) for (name, spec, tp), p in zip(named_specs(base), base.parameters(), strict=True)}
     named = lambda letter, modules: tuple(f"{_PREFIX}{m}.lora_{letter}.weight" for m in modules)
-    names, entries = Projections.of(base), []
+    names, entries = ProjectionNames.of(base), []
     for path, _, lora in adapted_layers(base):
         if isinstance(lora, ExpertLoRA):
             of_experts = expert_sources(names, path, lora, _PREFIX).items()

@@ -14,7 +14,7 @@ from typing import Any
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import quoted
 from ..layers.expert_lora import ExpertLoRA
-from ..layers.projections import Projections
+from ..layers.projections import ProjectionNames
 from ..models.files.source import Source
 from .adaptable import ExpertParameter
 
@@ -89,7 +89,7 @@ def stored_shapes(name: str, parameter: ExpertParameter, rank: int, apart: bool)
     return {"A": (E * r, K), "B": (N, r * E)}
 
 
-def expert_sources(names: Projections, path: str, lora: ExpertLoRA, prefix: str) -> dict[str, Source]:
+def expert_sources(names: ProjectionNames, path: str, lora: ExpertLoRA, prefix: str) -> dict[str, Source]:
     """Returns the tensor of a file that each parameter of an adapter is made of; ``prefix`` precedes modules' names."""
     sources = {}
     for leaf in lora.leaves:

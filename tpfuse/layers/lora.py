@@ -35,7 +35,7 @@ from .expert_lora import ExpertLoRA
 from .linear import Adaptable, Adapter, Parts, RowParallelLinear
 from .module import Origin, initialize, leaf_slices, local, on_rows, per_leaf
 from .moe import ParallelMoE
-from .projections import EXPERT_WEIGHTS, Projections
+from .projections import EXPERT_WEIGHTS, ProjectionNames
 from .shards import unwrapped_name
 
 _MAX_RANK = 1 << 16
@@ -216,7 +216,7 @@ def add_lora(
         "add_lora: adapters are not built for batch_invariant, whose GEMMs are in tiles of rows",
     )
     check(all(layer.lora is None for _, layer in layers), "add_lora: the model has adapters already")
-    names, chosen = Projections.of(base), list[_Chosen]()
+    names, chosen = ProjectionNames.of(base), list[_Chosen]()
     matched: set[str] = set()
     for path, layer in layers:
         hits = _hits(names, path, layer, set(targets))
@@ -267,7 +267,7 @@ def _named_by(name: str, targets: Iterable[str]) -> set[str]:
     return {t for t in targets if f".{name}".endswith(f".{t}")}
 
 
-def _hits(names: Projections, path: str, layer: Adaptable, targets: set[str]) -> dict[str, set[str]]:
+def _hits(names: ProjectionNames, path: str, layer: Adaptable, targets: set[str]) -> dict[str, set[str]]:
     """Returns, by the name of each of a layer's projections, the targets that name it."""
     if isinstance(layer, ParallelMoE):
         return {
@@ -281,7 +281,7 @@ def _hits(names: Projections, path: str, layer: Adaptable, targets: set[str]) ->
     }
 
 
-def _are_apart(names: Projections, path: str, targets: Iterable[str]) -> bool:
+def _are_apart(names: ProjectionNames, path: str, targets: Iterable[str]) -> bool:
     """Returns whether targets name the projections of a layer's fc1; ValueError where they name one of the two."""
     merged, projections = names.experts(path)["fc1"]
     named = [name for name in projections if _named_by(name, targets)]
@@ -340,7 +340,7 @@ def _adaptables(model: nn.Module) -> Iterator[tuple[str, Adaptable]]:
     return ((unwrapped_name(path), m) for path, m in base_of(model).named_modules() if isinstance(m, Adaptable))
 
 
-def _layer_names(names: Projections, layers: list[tuple[str, Adaptable]]) -> str:
+def _layer_names(names: ProjectionNames, layers: list[tuple[str, Adaptable]]) -> str:
     ours = {path.rpartition(".")[2] for path, layer in layers if not isinstance(layer, ParallelMoE)}
     ours |= {leaf for _, layer in layers if isinstance(layer, ParallelMoE) for leaf in EXPERT_WEIGHTS}
     leaves_in_files = {

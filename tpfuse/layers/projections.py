@@ -18,14 +18,14 @@ class ExpertNames(NamedTuple):
     projections: tuple[str, ...]
 
 
-class Projections(NamedTuple):
+class ProjectionNames(NamedTuple):
     """The tensors of a Hugging Face file that each parameter is made of, and the map to a whole model's names."""
 
     sources: Mapping[str, Any]
     hf_name: Callable[[str], str]
 
     @classmethod
-    def of(cls, base: Any) -> "Projections":
+    def of(cls, base: Any) -> "ProjectionNames":
         return cls(base.files.sources(), base.files.hf_name) if hasattr(base, "files") else cls({}, str)
 
     def parts(self, path: str, layer: Adaptable) -> Parts:
