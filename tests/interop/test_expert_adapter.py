@@ -29,7 +29,7 @@ FORMS = {  # the model, and what its LoraConfig names
     "up": ("olmoe", dict(target_parameters=["gate_up_proj"])),
     "one layer": ("mixtral", dict(target_parameters=["layers.1.mlp.experts.gate_up_proj"])),
     "by layers": ("mixtral", dict(target_modules=["w1", "w2", "w3", "v_proj"])),
-    "beside MLPs": ("qwen3_moe-mixed", dict(target_modules=["gate_proj", "up_proj", "down_proj"])),
+    "beside MLPs": ("qwen3_moe-mixed", dict(target_modules=["mlp.gate_proj", "up_proj", "down_proj"])),
 }
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 

@@ -75,7 +75,7 @@ def _targets(targets: Any, adaptables: Adaptables, model_type: str) -> list[str]
         return list(TARGETS)
     if not isinstance(targets, str):
         leaves = {name.rpartition(".")[2] for name in projections}
-        return sorted(f"experts.{t}" if t in leaves else t for t in targets)
+        return sorted({f"experts.{leaf}" if (leaf := t.rpartition(".")[2]) in leaves else t for t in targets})
     names = [name for name in (*layers, *projections) if re.fullmatch(targets, name)]
     check(bool(names), f"add_adapter: no linear layer is called {targets}")
     return names
