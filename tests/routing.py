@@ -4,6 +4,7 @@ with routed(evenly): each expert has as many rows; with routed(to_the_first): on
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from unittest import mock
 
@@ -16,8 +17,9 @@ Where = Callable[[Tensor, Tensor, int, int], Tensor]  # row [m, 1], slot [k], k,
 
 
 def evenly(row: Tensor, slot: Tensor, k: int, count: int) -> Tensor:
-    """All experts in turn."""
-    return (row * k + slot) % count
+    """All choices of k experts in turn: ranks with as many experts have as many rows."""
+    choices = torch.tensor(list(itertools.combinations(range(count), k)))
+    return choices[row % len(choices), slot]
 
 
 def to_the_first(row: Tensor, slot: Tensor, k: int, count: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The messages of experts on several ranks: how many, of which rows, and none on one."""
+"""The messages of experts on several ranks: how many, of which rows, a row once a rank, and none on one."""
 
 import pytest
 import torch
@@ -11,8 +11,9 @@ from tpfuse.sequence_parallel import routed_experts
 M, D, FFN, E, K = 6, 10, 4, 4, 2
 
 
-def passes(tp: TensorParallel, keep: bool, favourite: int | None):
-    """(op, shape) of every message of forward and backward; the rows that each expert of all gets from this rank."""
+def passes(tp: TensorParallel, keep: bool, favourite: int | None, alike: bool = True):
+    """(op, shape) of every message of forward and backward; each row's experts.  ``alike``: the gradients of a row's
+    parts are one, as of their sum."""
     torch.manual_seed(tp.rank)
     x, router = torch.rand(M, D, requires_grad=True), torch.randn(E, D)
     if favourite is not None:
@@ -21,32 +22,36 @@ def passes(tp: TensorParallel, keep: bool, favourite: int | None):
     weights = [w.requires_grad_() for w in (fc1, fc2, router)]
     with Recorder() as recorder:
         parts, *_ = routed_experts(x, *weights, routing=Routing(K), activation="silu", tp=tp, keep=keep)
-        parts.backward(torch.randn(M, D).expand(K, M, D))
+        gradient = torch.randn(M, D).expand(K, M, D)
+        parts.backward(gradient if alike else gradient.clone())
     assert all(t.grad.isfinite().all() for t in (x, *weights))
-    chosen = (x @ router.t()).topk(K).indices.flatten()
+    chosen = (x @ router.t()).topk(K).indices
     ours = [call for call in recorder.calls if call.ours and call.name in ("all_gather", "exchange_rows", "all_to_all")]
-    return [(call.name, tuple(call.inputs[0].shape)) for call in ours], chosen.bincount(minlength=E)
+    return [(call.name, tuple(call.inputs[0].shape)) for call in ours], chosen
 
 
-def on_ranks(world, keep, favourite):
-    return passes(TensorParallel(world.group, sequence_parallel=True), keep, favourite)
+def on_ranks(world, *args):
+    return passes(TensorParallel(world.group, sequence_parallel=True), *args)
 
 
 @pytest.mark.parametrize("favourite", [None, 2])
-@pytest.mark.parametrize("keep", [True, False])
-def test_messages(ranks, keep, favourite):
-    """Counts, and rows and weights there and back, the last two of which are [rows]; ``keep`` spares one way."""
-    every = ranks(2, on_ranks, keep, favourite)
-    counts = torch.stack([chosen for _, chosen in every])
+@pytest.mark.parametrize("keep, alike", [(True, True), (False, True), (True, False)])
+def test_messages(ranks, keep, alike, favourite):
+    """Counts, weights with their places, and rows there, of which the last are [rows, D]; results back, one for each
+    expert of a row.  ``keep`` spares one way, and gradients that differ are sent one by one."""
+    every = ranks(2, on_ranks, keep, favourite, alike)
+    ranks_of = torch.stack([chosen for _, chosen in every]) // (E // 2)  # [source, row, slot]
     for rank, (messages, _) in enumerate(every):
-        sent, here = M * K, counts[:, rank * E // 2 : (rank + 1) * E // 2].sum().item()
-        forward = [("all_gather", (E,)), ("exchange_rows", (sent, D)), ("exchange_rows", (sent,))]
-        forward += [("exchange_rows", (here, D))]
-        backward = [("exchange_rows", (sent, D)), ("exchange_rows", (here, D))]
-        backward += [] if keep else [("exchange_rows", (sent, D))]
+        here = (ranks_of == rank).sum().item()
+        rows = sum((ranks_of[rank] == other).any(1).sum().item() for other in range(2))
+        assert M <= rows <= M * K
+        there, back = ("exchange_rows", (rows, D)), ("exchange_rows", (here, D))
+        forward = [("all_gather", (E + 2,)), ("exchange_rows", (M * K, 2)), there, back]
+        backward = [there if alike else ("exchange_rows", (M * K, D)), back]
+        backward += [] if keep else [there]
         assert messages == [*forward, *backward, ("exchange_rows", (here,))]
         if favourite is not None:
-            assert here == (2 * M * K if rank == 1 else 0)
+            assert here == (2 * M * K if rank == 1 else 0) and rows == M
 
 
 def test_no_message_on_one_rank():

@@ -96,7 +96,7 @@ def test_one_rank():
 
 EXPERTS = GPTConfig(
     vocab_size=97, max_positions=64, hidden_size=64, num_layers=1, num_heads=4, ffn_size=40, gated=True,
-    activation="silu", mlp_bias=False, num_experts=8, experts_per_token=2,
+    activation="silu", mlp_bias=False, num_experts=4, experts_per_token=3,
 )  # fmt: skip
 
 
@@ -117,14 +117,14 @@ def _experts(world, sp):
 def test_experts(ranks, sp):
     for said, sent, table in ranks(2, _experts, sp):
         assert (said.bytes, said.messages) == sent
-        assert said[:5] == ("blocks.0.mlp", "routed_experts", "plain", (4, 80, 64), 48)
-        assert said.reason == "2 of 8 experts a row: exchanges of uneven parts, nothing overlaps"
+        assert said[:5] == ("blocks.0.mlp", "routed_experts", "plain", (2, 80, 64), 48)
+        assert said.reason == "3 of 4 experts a row: exchanges of uneven parts, nothing overlaps"
         assert said.reason in table
 
 
 def test_experts_of_one_rank():
     said = next(p for p in tpfuse.explain(GPT(EXPERTS), 48) if p.op == "routed_experts")
-    assert said[2:] == ("plain", (8, 80, 64), 48, 0, 0, "one rank: no messages")
+    assert said[2:] == ("plain", (4, 80, 64), 48, 0, 0, "one rank: no messages")
 
 
 def _stages(world, name):

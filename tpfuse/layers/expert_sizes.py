@@ -1,12 +1,15 @@
 """A mixture of experts in closed form: what one of t ranks computes, saves and sends in a layer.
 
     m rows of a rank, n = k m imbalance rows of its experts, e bytes an element, a bytes of an accumulator (4, or 8)
+    u of its rows go to a rank, its own or another: distinct ones, by sequence_parallel/assumed.py
 
     flops      n 6 D F + m 2 E D                                                  of a forward pass, twice of backward
-    saved      n (2 e F + a + [t > 1] (8 + [kept] e D)) + m ((E + k) a + 12 k)    and some numbers an expert
-    there      k m (1 - imbalance / t) rows       x, dy, and x again unless kept, of D; weights of 1
+    saved      n (2 e F + a + [t > 1] 16) + m ((E + k) a + 12 k)                  and some numbers an expert
+               + [t > 1] 8 (u own + (t - 1) u) + [t > 1, kept] t (u own) e D
+    there      (t - 1) u rows                     x, dy, and x again unless kept, of D
+               k m (1 - imbalance / t) rows       weights, and where their rows stand, 2 a
     back       n (1 - 1 / t) rows                 y, dx of D; gradients of weights of 1
-    counts     E integers to each rank
+    counts     E + t integers to each rank
     router     its gradient is summed over the ranks
 
 ``imbalance`` is 1 where all ranks have as many rows.  ``kept``: rows that arrive are saved, as a block with
@@ -16,6 +19,7 @@ saving="fastest" does (of one rank n itself is saved, or not).
 from typing import NamedTuple
 
 from ..collectives import reduce_messages, reduced_bytes
+from ..sequence_parallel.assumed import reach
 from .shapes import MoEShape
 
 
@@ -44,6 +48,12 @@ class ExpertSizes(NamedTuple):
         """Elements of the router's weight."""
         return self.shape.num_experts * self.shape.hidden_size
 
+    def distinct(self, *, own: bool) -> int:
+        """Returns how many of its rows a rank sends to the one counted, its ``own``, or to another."""
+        busiest = self.imbalance / self.ranks
+        share = busiest if own else (1 - busiest) / (self.ranks - 1)
+        return round(self.rows * reach(share, self.shape.routing.k, self.shape.num_experts))
+
     def flops(self) -> float:
         """Returns those of a forward pass, of which backward has twice as many."""
         return 6 * self.here * self.shape.hidden_size * self.shape.ffn_size + 2 * self.rows * self.router
@@ -52,22 +62,29 @@ class ExpertSizes(NamedTuple):
         """Returns the bytes that are saved for backward beside n."""
         D, F, E, (k, *_), _ = self.shape
         e, a, several = self.element, self.accumulator, self.ranks > 1
-        of_experts = 2 * e * F + a + several * (8 + kept * e * D)
+        of_experts = 2 * e * F + a + several * 16
+        exchanged = 0
+        if several:
+            own, others = self.distinct(own=True), (self.ranks - 1) * self.distinct(own=False)
+            exchanged = 8 * (own + others) + kept * self.ranks * own * e * D
         of_rows = (E + k) * a + 12 * k
         offsets = 8 * (E + 1 + several * (E // self.ranks + 1))
         widened = a * self.router if a > e else 0
-        return self.here * of_experts + self.rows * of_rows + offsets + widened
+        return self.here * of_experts + self.rows * of_rows + exchanged + offsets + widened
 
     def wire(self, *, kept: bool = True, recomputed: bool = False) -> float:
         """Returns the bytes that are sent in forward and backward, with ``recomputed`` in a second forward too."""
         D, _, E, (k, *_), _ = self.shape
         e, a, t = self.element, self.accumulator, self.ranks
-        there, back = k * self.rows * (1 - self.imbalance / t), self.here * (1 - 1 / t)
-        forward = (there + back) * e * D + there * a + 8 * E * (t - 1)
+        if t == 1:
+            return 0
+        there, back = (t - 1) * self.distinct(own=False), self.here * (1 - 1 / t)
+        weights = 2 * k * self.rows * (1 - self.imbalance / t)
+        forward = (there + back) * e * D + weights * a + 8 * (E + t) * (t - 1)
         backward = (there * (1 if kept else 2) + back) * e * D + back * a + reduced_bytes(self.router, a, t)
         return forward * (2 if recomputed else 1) + backward
 
     def messages(self) -> int:
-        """Returns how many messages that is where rows are kept: counts, x, weights, y, dy, dx, gradients of weights,
+        """Returns how many messages that is where rows are kept: counts, weights, x, y, dy, dx, gradients of weights,
         and those of the router's gradient."""
         return 7 * (self.ranks - 1) + reduce_messages(self.router, self.ranks)

@@ -5,13 +5,14 @@ attention      both projections with attention between them
 choice         which form an op takes, by sizes and what was measured
 column_linear  column-parallel linear
 crossings      gather_rows, scatter_rows, exchange: between row shards and GEMMs
-experts        rows to the experts of all ranks and back
+experts        the experts of all ranks for the rows of this one
 flight         row tiles on their way between ranks while GEMMs run
 forms/         the same functions in three forms
 loss           the loss from row shards, without logits
 mlp            both GEMMs of an MLP as one op
 overlap/       the opaque ops of the two forms that overlap
 records        what the forms of an op take and give; a weight's gradient as a unit of work
+routes         rows to the ranks of their experts, and results back
 row_linear     row-parallel linear without its sum
 """
 

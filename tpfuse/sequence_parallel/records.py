@@ -56,6 +56,13 @@ class Projections(NamedTuple):
     head_width: int
 
 
+class Traffic(NamedTuple):
+    """How many rows one rank sends to each rank, and receives from each."""
+
+    sent: list[int]
+    received: list[int]
+
+
 # ---- what is saved for backward ----
 
 

@@ -197,11 +197,11 @@ def _flooded(world, saving):
 
 @pytest.mark.parametrize("saving", SAVING)
 def test_a_flooded_rank_saves_what_meta_tensors_say(ranks, saving):
-    """It has all rows, and the other the rest of what even ranks save."""
+    """It has all rows."""
     on = Plan(2, 1, 24, 4, True, saving, dtype=torch.float32)
     even, all_rows = (dry_run(FLOODED, on._replace(imbalance=x)).work.saved for x in (1, 2))
     busiest, idle = ranks(2, _flooded, saving)
-    assert busiest == all_rows and busiest + idle == 2 * even
+    assert idle < even < busiest == all_rows
     layers = 2 * (layer_bytes(FLOODED, on._replace(imbalance=2)) - layer_bytes(FLOODED, on))
     assert all_rows - even == layers > 0
 

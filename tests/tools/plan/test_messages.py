@@ -24,7 +24,7 @@ from tpfuse.tools.plan.step import micro_batches
 # Untied: plans leave out the sum of a tied embedding's gradients over the first and the last stage.
 SIZES = dict(vocab_size=96, max_positions=64, hidden_size=32, num_layers=4, num_heads=4, tie_embeddings=False)
 JOB = Job(GPTConfig(**SIZES), 8, 16, torch.float32)
-EXPERTS = dict(gated=True, activation="silu", mlp_bias=False, num_experts=4, experts_per_token=2)
+EXPERTS = dict(gated=True, activation="silu", mlp_bias=False, num_experts=4, experts_per_token=3)
 MIXTURE = JOB._replace(config=GPTConfig(**SIZES, **EXPERTS))
 COSTS = LedgerCosts(preset("a100-80gb", 8))
 PLANS = [Split(2, 1, 1), Split(1, 2, 1, saving="smallest"), Split(2, 2, 1, micro_batch=2), Split(1, 2, 2, full=True)]
