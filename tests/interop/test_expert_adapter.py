@@ -249,7 +249,7 @@ REFUSED = {
     "a router": (dict(target_modules=["gate"]), "no layer is called gate; .*; adapters of routers are not built"),
     "all": (dict(target_modules="all-linear"), "target_modules='all-linear' names routers too, by PEFT's rule"),
     "a router's weight": (dict(target_parameters=["gate.weight"]), r"target_parameters=\['gate.weight'\] is not built"),
-    "one that is not": (dict(target_parameters=[*BOTH, "up"]), r"\['up'\] .* there are down_proj, gate_up_proj"),
+    "one that is not": (dict(target_parameters=[*BOTH, "up"]), r"\['up'\] .* here down_proj, gate_up_proj"),
     "dropout": (dict(target_parameters=BOTH, lora_dropout=0.1), "lora_dropout=0.1 is not built with target_parameters"),
     "transposed": (dict(target_parameters=BOTH, fan_in_fan_out=True), "fan_in_fan_out=True is not built with target_"),
     "dora": (dict(target_parameters=BOTH, use_dora=True), "use_dora=True is not built"),
