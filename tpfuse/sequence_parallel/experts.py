@@ -63,7 +63,7 @@ class ExpertAdapters(NamedTuple):
     fc2: LowRank | None = None
 
     @classmethod
-    def of(cls, tensors: list[Tensor], scales: tuple[float | None, ...]) -> "ExpertAdapters":
+    def of(cls, tensors: tuple[Any, ...], scales: tuple[float | None, ...]) -> "ExpertAdapters":
         """Puts together what :attr:`tensors` and :attr:`scales` took apart."""
         pairs = zip(tensors[::2], tensors[1::2], scales, strict=True)
         return cls(*(None if scale is None else LowRank(a, b, scale) for a, b, scale in pairs))
@@ -104,10 +104,12 @@ class RoutedExperts(Function):
         w2: Tensor,
         wr: Tensor,
         bias: Tensor | None,
-        *args: Any,
+        options: ExpertOptions,
+        tp: TensorParallel,
+        recompute: Recompute | None,
+        *pairs: Tensor | None,
     ) -> RoutedParts:
         ctx.set_materialize_grads(False)
-        *pairs, options, tp, recompute = args
         experts, routing, activation, valid, keep, ctx.deferral, scales = options
         adapters = ExpertAdapters.of(pairs, scales)
         rows, (m, _) = n[0, :valid], n.shape[1:]
@@ -131,7 +133,7 @@ class RoutedExperts(Function):
     def backward(ctx: Any, dparts: Tensor | None, dlogits: Tensor | None, _chosen: None) -> tuple[Tensor | None, ...]:
         (w1, w2, wr, weights, chosen, logits, g, z, x, a1, b1, a2, b2, *tensors), n = restore(ctx)
         experts, routing, activation, valid, m, scales = ctx.args
-        first, second = ExpertAdapters.of([a1, b1, a2, b2], scales)
+        first, second = ExpertAdapters.of((a1, b1, a2, b2), scales)
         routes = Routes.of_saved(tensors, ctx.traffic, routing.k, m=m, tp=experts)
         grads, rows = WantedGrads.of(ctx, ("weight", "out_weight")), n.shard()[:valid]
         if dparts is None:  # the parts are not used, the logits are
@@ -146,11 +148,11 @@ class RoutedExperts(Function):
         dwr: Tensor | None = None
         of_pairs: list[Tensor | None] = [None] * 4
         sides = Sides(dy, ga, at.offsets, dy_index=at.row_index)
-        if second is not None and any(ctx.needs_input_grad[7:9]):
+        if second is not None and any(ctx.needs_input_grad[10:]):
             of_pairs[2:] = _pair_gradients(second, sides, experts)
         if grads.out_weight:
             dw2, _ = grads.run("out_weight", ExpertWeightGrad(sides, w2.dtype, experts.replicas))
-        trains_first = any(ctx.needs_input_grad[5:7])
+        trains_first = any(ctx.needs_input_grad[8:10])
         if grads.weight or trains_first:
             at = routes.rows_here()
             x = routes.there(rows)[0] if x is None else x
@@ -165,7 +167,7 @@ class RoutedExperts(Function):
         dlogits = router_bwd(dweights, dlogits, Routed(logits, weights, chosen), wr, routing=routing, dx=dx)
         if ctx.needs_input_grad[3]:
             dwr = _router_gradient(dlogits, rows, m, n.tp).to(wr.dtype)
-        return dn, dw1, dw2, dwr, None, *of_pairs, None, None, None
+        return dn, dw1, dw2, dwr, None, None, None, None, *of_pairs
 
 
 def _pair_gradients(pair: LowRank, work: Sides, experts: TensorParallel) -> list[Tensor]:
@@ -235,5 +237,5 @@ def routed_experts(
     experts = tp if experts is None else experts
     options = ExpertOptions(experts, routing, gated, valid, keep=keep, deferral=deferral, scales=adapters.scales)
     router_weight = router_weight.to(acc_dtype(x))
-    outputs = RoutedExperts.apply(x, *weights, router_weight, router_bias, *adapters.tensors, options, tp, recompute)
+    outputs = RoutedExperts.apply(x, *weights, router_weight, router_bias, options, tp, recompute, *adapters.tensors)
     return RoutedParts(*outputs)
