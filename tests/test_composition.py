@@ -32,7 +32,6 @@ from tests.common import error
 from tests.models.common import default_dtype, whole
 from tpfuse import TensorParallel, as_dtensor, make_rng
 from tpfuse.layers import LayerNorm, TransformerBlock, VocabParallelEmbedding, VocabParallelHead, cross_entropy
-from tpfuse.layers.lora import TARGETS
 from tpfuse.models import GPT, Bert, BertConfig, GPTConfig
 
 SIZES: dict[str, Any] = dict(vocab_size=61, max_positions=32, hidden_size=32, num_layers=2, num_heads=4, ffn_size=48)
@@ -216,8 +215,7 @@ class Run:
         tp = TensorParallel(self.mesh["tp"], sequence_parallel="sequence parallelism" in on, overlap=overlap)
         self.model = make(name, on, tp, self.mesh["dp"])
         if "LoRA" in on:
-            targets = ("qkv", "out") if name in ("Mixtral", "Qwen2-MoE") else TARGETS  # experts have no adapters
-            tpfuse.add_lora(self.model, rank=2, alpha=4.0, seed=3, targets=targets)
+            tpfuse.add_lora(self.model, rank=2, alpha=4.0, seed=3)
         if "deepcopy" in on:
             self.model = copy.deepcopy(self.model)
         self.seen: dict[str, Tensor] = {}  # calls of a hook; numbers of Python would be constants of a graph

@@ -67,7 +67,7 @@ def small(family: str) -> Any:
 
 
 SMALL_KINDS = {f"small {family}": small(family) for family in FAMILIES}
-ADAPTED_KINDS = {f"{kind} lora": KINDS[kind] for kind in ("gpt2 odd", "qwen2 odd")}
+ADAPTED_KINDS = {f"{kind} lora": KINDS[kind] for kind in ("gpt2 odd", "qwen2 odd", "qwen2 moe odd")}
 HOOKED_KINDS = {f"{kind} hooked": KINDS[kind] for kind in ("gemma odd", "neox odd", "bert odd")}
 TRAINED_KINDS = KINDS | ADAPTED_KINDS | HOOKED_KINDS
 ALL_KINDS = TRAINED_KINDS | SMALL_KINDS

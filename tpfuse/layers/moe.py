@@ -3,6 +3,8 @@
 x [m, D] -> router: k experts and weights a row -> rows to their ranks -> gated MLPs -> parts [k, m, D] -> sum [m, D]
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,12 +18,13 @@ from ..kernels.runtime.op import acc_dtype
 from ..kernels.runtime.rules import boolean, check_rules, integer, optional
 from ..parallel import TensorParallel
 from ..sequence_parallel import routed_experts
-from ..sequence_parallel.experts import RoutedParts
+from ..sequence_parallel.experts import NO_ADAPTERS, RoutedParts
 from ..sequence_parallel.shared_expert import SharedParts, SharedWeights
 from .balance import router_sums
 from .call import CALL, Call
 from .expert_ranks import ExpertGroup, expert_ranks
-from .module import ParallelModule, check_width, local
+from .linear import Adaptable
+from .module import check_width, local
 from .shapes import INIT, Init, MoEShape, check_shared
 
 _RULES = dict.fromkeys(("hidden_size", "ffn_size", "num_experts"), integer()) | dict(
@@ -44,7 +47,7 @@ def _prepare_graphs() -> None:
         _behind_a_graph = torch.compiler.disable(_behind_a_graph)
 
 
-class ParallelMoE(ParallelModule):
+class ParallelMoE(Adaptable):
     """Sums w_j expert_j(x) over the k experts that a router chooses for a row; no row is dropped.
 
     An expert is fc2 (act(gate) up) with (gate, up) = fc1 x: ``fc1`` [E, F, 2, D], gate and up side by side, and ``fc2``
@@ -111,7 +114,7 @@ class ParallelMoE(ParallelModule):
     ) -> "ParallelMoE":
         """Returns the layer of a shape, for a block that compares its calls itself."""
         layer = cls.__new__(cls)
-        ParallelModule.__init__(layer, tp)
+        Adaptable.__init__(layer, tp)
         layer.experts = layer.tp if experts is None else experts
         layer._build(shape, init)
         return layer
@@ -197,11 +200,13 @@ class ParallelMoE(ParallelModule):
         padding."""
         m, tp = n.shape[-2], self.tp
         valid = rows if call.seq is None else min(rows, call.seq * call.batch)
+        adapter: Any = self.adapter
         router = copy(self._router().to(acc_dtype(n)), tp)  # gradients of all ranks' rows are summed
         return routed_experts(
             n, local(self.shard("fc1")), local(self.shard("fc2")), router,
             routing=self.routing, activation=self.activation, tp=tp, experts=self.experts, shared=self._shared(),
             valid=max(0, min(m, valid - tp.rank * m)), recompute=recompute, keep=call.keep,
+            adapters=NO_ADAPTERS if adapter is None else adapter.pairs(),
         )  # fmt: skip
 
     def _router(self) -> Tensor:

@@ -30,8 +30,10 @@ def calls(kind: str, dtype: torch.dtype, D: int, F: int, M: int = 29):
         (experts_down, (a, there, w2, g, n, 0, 7)),
         (experts_dact, (x, rows, w2, z, g, "swiglu")),
         (experts_dact, (y, there, w2, z, g, "geglu_tanh")),
+        (experts_down, (y, there, w1, None, n)),
         (experts_dx, (z, places, w1, n, 7)),
         (experts_dx, (z, there, w1, n, 0)),
+        (experts_dx, (z, there, w1, n, 7)),
         (experts_wgrad, (Sides(z, x, order.offsets, x_index=rows.row_index), dtype)),
         (experts_wgrad, (Sides(y, a, order.offsets), dtype)),
     ]

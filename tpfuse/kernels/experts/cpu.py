@@ -63,14 +63,15 @@ def experts_up_cpu(x: Tensor, rows: ExpertRows, w1: Tensor, activation: str, til
 
 @torch.no_grad()
 def experts_down_cpu(
-    a: Tensor, rows: ExpertRows, w2: Tensor, weights: Tensor, count: int, tile: int = 0, room: int = 0
+    a: Tensor, rows: ExpertRows, w2: Tensor, weights: Tensor | None, count: int, tile: int = 0, room: int = 0
 ) -> Tensor:
     y = a.new_empty(len(a), w2.shape[1])
     if tile or not _begin_lines(a, y, w2):
         return experts_down_ref(a, rows, w2, weights, count=count, tile=tile, room=room)
     _multiply(a, w2.mT, rows.offsets, y)
-    for i, j in row_blocks(*y.shape):
-        y[i:j] = y[i:j] * weights[i:j, None]
+    if weights is not None:
+        for i, j in row_blocks(*y.shape):
+            y[i:j] = y[i:j] * weights[i:j, None]
     return _placed(y, rows, count, room)
 
 

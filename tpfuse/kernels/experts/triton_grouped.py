@@ -307,7 +307,7 @@ def _with_room(like: Tensor, D: int, count: int, room: int) -> Tensor:
 
 
 def experts_down_launch(
-    a: Tensor, rows: ExpertRows, w2: Tensor, weights: Tensor, count: int, tile: int = 0, room: int = 0
+    a: Tensor, rows: ExpertRows, w2: Tensor, weights: Tensor | None, count: int, tile: int = 0, room: int = 0
 ) -> Tensor:
     """Runs the kernel, whose tiles have one size whatever ``tile`` is."""
     return _down(a, rows, w2, weights, y=_with_room(a, w2.shape[1], count, room=room), nt=True)
