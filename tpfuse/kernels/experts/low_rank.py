@@ -79,7 +79,7 @@ def adapted_down(
     if pair is None:
         return y
     u = pair.reduced(a, ExpertRows(None, rows.offsets))
-    return y.add_(experts_down(u, rows, pair.b.to(u.dtype), weights, count=count, room=room))
+    return y.add_(experts_down(u, rows, pair.b.to(u.dtype), weights, count=count, tile=0, room=room))
 
 
 def adapted_dact(
