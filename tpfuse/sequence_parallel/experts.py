@@ -148,8 +148,8 @@ class RoutedExperts(Function):
         (tp, experts, E, routing, activation, valid, _, _, shared, deferrals, scales), m, traffic = ctx.args
         (first, second), tensors = ExpertAdapters.of((*tensors[:4],), scales), tensors[4:]
         k, routes = routing.k, Routes.of_saved(tensors, traffic, routing.k, m=m, tp=experts)
-        needs, names, row_shard = ctx.needs_input_grad, ("weight", "out_weight"), n.shard()
-        grads, rows = WantedGrads.of_pair(names, needs[1:3], deferrals[0], ctx.mains[0]), row_shard[:valid]
+        needs_grad, names, row_shard = ctx.needs_input_grad, ("weight", "out_weight"), n.shard()
+        grads, rows = WantedGrads.of_pair(names, needs_grad[1:3], deferrals[0], ctx.mains[0]), row_shard[:valid]
         if dparts is None:  # the parts are not used, the logits are
             dparts = rows.new_zeros(()).expand(k + shared.parts, m, rows.shape[1])
         dy, at = routes.gradients_there(dparts[:k])
@@ -163,11 +163,11 @@ class RoutedExperts(Function):
         dwr: Tensor | None = None
         of_pairs: list[Tensor | None] = [None] * 4
         sides = Sides(dy, ga, at.offsets, dy_index=at.row_index)
-        if second is not None and any(ctx.needs_input_grad[10:]):
+        if second is not None and any(needs_grad[10:]):
             of_pairs[2:] = _pair_gradients(second, sides, experts)
         if grads.out_weight:
             dw2, _ = grads.run("out_weight", ExpertWeightGrad(sides, w2.dtype, experts.replicas))
-        trains_first = any(ctx.needs_input_grad[8:10])
+        trains_first = any(needs_grad[8:10])
         if grads.weight or trains_first:
             at = routes.rows_here()
             x = routes.there(rows)[0] if x is None else x
@@ -182,12 +182,12 @@ class RoutedExperts(Function):
         dlogits = router_bwd(dweights, dlogits, Routed(logits, weights, chosen), wr[:E], routing=routing, dx=dx)
         of_shared = SharedGrads()
         if shared.parts > 0:
-            grads = WantedGrads.of_pair(names, needs[5:7], deferrals[1], ctx.mains[1])
+            grads = WantedGrads.of_pair(names, needs_grad[5:7], deferrals[1], ctx.mains[1])
             of_shared = shared_bwd(
                 dparts[k:], row_shard, (*shared_weights, wr[E:]), saved, dn=dn[k + 1 :],
                 valid=valid, activation=activation, grads=grads, tp=tp,
             )  # fmt: skip
-        if needs[3]:
+        if needs_grad[3]:
             dlogits = dlogits if of_shared.logits is None else torch.cat((dlogits, of_shared.logits), 1)
             dwr = _router_gradient(dlogits, rows, m, tp).to(wr.dtype)
         return dn, dw1, dw2, dwr, None, of_shared.w1, of_shared.w2, None, *of_pairs
@@ -255,12 +255,12 @@ def routed_experts(
     which may be of a wider dtype, as their gradients then are.
     """
     x, fc1_weight, fc2_weight = autocast(x, fc1_weight, fc2_weight)
-    more, shared_w1, shared_w2 = SharedParts(), None, None
+    shared_parts, shared_w1, shared_w2 = SharedParts(), None, None
     if shared is not None:
-        more = SharedParts.of(tp, gated=shared.gated)
+        shared_parts = SharedParts.of(tp, gated=shared.gated)
         shared_w1, shared_w2 = autocast(*shared.by_leaves(tp))
         check_expert_tiles(x, shared_w1, shared_w2, tile=tp.row_tile)
-    x = expanded("routed_experts", x, tp, copies=routing.k + 1 + more.gradients)
+    x = expanded("routed_experts", x, tp, copies=routing.k + 1 + shared_parts.gradients)
     m, w1 = x.shape[1], fc1_weight.flatten(1, 2)
     valid = m if valid is None else valid
     check(0 <= valid <= m, f"routed_experts: valid must be 0 to {m}, the rows of this rank, got {valid}")
@@ -273,7 +273,7 @@ def routed_experts(
     num_experts = len(router_weight) - (shared is not None and shared.gated)
     options = ExpertOptions(
         tp=tp, experts=tp if experts is None else experts, num_experts=num_experts, routing=routing, activation=gated,
-        valid=valid, recompute=recompute, keep=keep, shared=more, deferrals=(deferral, shared_deferral),
+        valid=valid, recompute=recompute, keep=keep, shared=shared_parts, deferrals=(deferral, shared_deferral),
         scales=adapters.scales,
     )  # fmt: skip
     router_weight = router_weight.to(acc_dtype(x))
