@@ -43,16 +43,17 @@ KINDS: dict[str, Any] = {
         qk_norm_all=True, pre_norm=False, branch_norm=True, tie_embeddings=False, **BARE, **DROPOUT,
     ),
     "neox odd": GPTConfig(family="gpt_neox", **ODD, rope=ROPE, parallel_residual=True, tie_embeddings=False, **DROPOUT),
-    "mixtral odd": GPTConfig(
-        family="mixtral", **ODD, num_kv_heads=4, norm="rms", activation="silu", rope=ROPE, num_experts=8,
-        experts_per_token=3, balanced=True, balance_coefficient=0.1, tie_embeddings=False, **BARE, **DROPOUT,
+    "qwen2 moe odd": GPTConfig(
+        family="qwen2_moe", **ODD, num_kv_heads=4, norm="rms", activation="silu", rope=ROPE, num_experts=8,
+        experts_per_token=3, shared_size=152, shared_gate=True, balanced=True, balance_coefficient=0.1,
+        tie_embeddings=False, **BARE | dict(qkv_bias=True), **DROPOUT,
     ),
     "bert odd": BertConfig(**ODD, **DROPOUT),
 }  # fmt: skip
 
 # Where a family's config.json can say it; all else is as transformers has it.
 SMALL = ODD | DROPOUT | dict(num_kv_heads=2, head_width=12, window=5)
-SMALL |= dict(num_experts=8, experts_per_token=3, expert_size=12)
+SMALL |= dict(num_experts=8, experts_per_token=3, expert_size=12, shared_size=24)
 FILE_KEYS = dict(local_attention=8, sliding_window_pattern=2, mlp_only_layers=[0])
 
 
@@ -66,7 +67,7 @@ def small(family: str) -> Any:
 
 
 SMALL_KINDS = {f"small {family}": small(family) for family in FAMILIES}
-ADAPTED_KINDS = {f"{kind} lora": KINDS[kind] for kind in ("gpt2 odd", "qwen2 odd")}
+ADAPTED_KINDS = {f"{kind} lora": KINDS[kind] for kind in ("gpt2 odd", "qwen2 odd", "qwen2 moe odd")}
 HOOKED_KINDS = {f"{kind} hooked": KINDS[kind] for kind in ("gemma odd", "neox odd", "bert odd")}
 TRAINED_KINDS = KINDS | ADAPTED_KINDS | HOOKED_KINDS
 ALL_KINDS = TRAINED_KINDS | SMALL_KINDS

@@ -92,7 +92,7 @@ CURES = {  # the kind that needs it, and where it is
     "gradients of these": ("olmo2 odd", split_norm, "per_leaf", lambda x, leaves: [x] * leaves),
     "adapters of row-parallel layers": ("gpt2 odd lora", linear, "tree", in_order),
     "gradients of adapters": ("gpt2 odd lora", lora, "per_leaf", lambda x, leaves: [x] * leaves),
-    "gradients of routers": ("mixtral odd", experts, "_router_gradient", lambda dz, x, m, tp: router_wgrad(dz, x)),
+    "gradients of routers": ("qwen2 moe odd", experts, "_router_gradient", lambda dz, x, m, tp: router_wgrad(dz, x)),
     "tables and heads": ("bert odd hooked", head, "per_leaf", lambda x, leaves: [x] * leaves),
     "copies of kv heads": ("qwen2 odd", module, "per_leaf", lambda x, leaves: [x] * leaves),
 }

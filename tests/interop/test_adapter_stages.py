@@ -63,6 +63,7 @@ def there_and_back(world, layout, name, kind, source, target):
     "layout, name, kind, targets",
     [
         ((2, 1, 2), "zbv", "llama", ALL),
+        ((2, 1, 2), "1f1b", "mixtral", ALL),
         ((2, 1, 1), "1f1b", "gpt2", SOME[:1]),  # the second stage has none
         pytest.param((2, 1, 1), "interleaved", "gpt2", SOME, marks=pytest.mark.slow),
         pytest.param((4, 1, 1), "chimera", "bert", ALL, marks=pytest.mark.slow),

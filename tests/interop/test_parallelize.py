@@ -79,6 +79,7 @@ LAYOUTS = [
 ]  # llama takes all; another family one, by turns: what is split is the block's
 CASES = [(name, *LAYOUTS[i % 4]) for i, name in enumerate(NAMES, 1)]
 CASES += [("mixtral", 2, True), ("qwen3_moe-mixed", 4, True), ("olmoe", 2, False), ("qwen3_moe", 1, False)]
+CASES += [("qwen2_moe", 2, True), ("qwen2_moe", 4, False)]
 CASES += [("llama", *layout) for layout in LAYOUTS if ("llama", *layout) not in CASES]
 CASES = [pytest.param(*c, marks=[pytest.mark.slow] * (c[0].startswith(LATER) and c[0] != "phi3")) for c in CASES]
 
@@ -352,7 +353,7 @@ def experts_of(world, name, path):
     return tokens, model.num_parameters()
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe-mixed", "olmoe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe-mixed", "olmoe"])
 def test_state_files_and_tokens_of_experts(ranks, tmp_path, name):
     theirs = make(name)
     theirs.save_pretrained(tmp_path / "theirs")

@@ -16,6 +16,7 @@ from tpfuse.tools.ledger import Ledger, fake_world, saved_bytes
 from tpfuse.tools.ledger.aten import COMMUNICATION, GEMM
 
 SHAPE = MoEShape(20, 12, 8, Routing(2))
+SHARED = SHAPE._replace(shared_size=24, shared_gate=True)
 ROWS = 4 * 336  # of all ranks: 28 choices of two experts, and a CPU fills the rows of logits up to a multiple of 48
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
@@ -27,9 +28,9 @@ class Counted(NamedTuple):
     collectives: int
 
 
-def counted(tp: TensorParallel, dtype: torch.dtype, keep: bool, device: str = "cpu") -> Counted:
+def counted(tp: TensorParallel, dtype: torch.dtype, keep: bool, device: str = "cpu", shape=SHAPE) -> Counted:
     """Forward and backward of a layer on this rank."""
-    layer = ParallelMoE(*SHAPE[:4], tp=tp, dtype=dtype, device=device)
+    layer = ParallelMoE(**shape._asdict(), tp=tp, dtype=dtype, device=device)
     x = torch.ones(ROWS // tp.row_shards, SHAPE.hidden_size, dtype=dtype, device=device, requires_grad=True)
     call = Call(keep=keep)
     layer(x, call=call).sum().backward()  # compares the ranks' calls, once
@@ -41,14 +42,16 @@ def counted(tp: TensorParallel, dtype: torch.dtype, keep: bool, device: str = "c
     return Counted(ledger.total(kind=GEMM).flops, saved(), sent.wire, sent.calls)
 
 
-def on_ranks(world, sp: bool, dtype: torch.dtype, keep: bool, where) -> Counted:
+def on_ranks(world, sp: bool, dtype: torch.dtype, keep: bool, where, shape=SHAPE) -> Counted:
     with routed(where):
-        return counted(TensorParallel(world.group, sequence_parallel=sp), dtype, keep)
+        return counted(TensorParallel(world.group, sequence_parallel=sp), dtype, keep, shape=shape)
 
 
-def formula(R: int, sp: bool, dtype: torch.dtype, keep: bool, imbalance: float = 1.0) -> tuple[float, float, float]:
+def formula(
+    R: int, sp: bool, dtype: torch.dtype, keep: bool, imbalance: float = 1.0, shape=SHAPE
+) -> tuple[float, float, float]:
     """Flops, saved bytes and sent bytes; n apart in the formula, and the rows that are collected without sp."""
-    sizes = ExpertSizes(SHAPE, ROWS / R, R, dtype.itemsize, imbalance=imbalance)
+    sizes = ExpertSizes(shape, ROWS / R, R, dtype.itemsize, imbalance=imbalance)
     n = ROWS // R * SHAPE.hidden_size * dtype.itemsize
     collected = 0 if sp else 2 * (R - 1) * n
     return 3 * sizes.flops(), sizes.saved(kept=keep) + n, sizes.wire(kept=keep) + collected
@@ -64,6 +67,16 @@ def test_every_byte_of_even_ranks(ranks, R, sp, dtype, keep):
         dry = counted(tp, dtype, keep, device="meta")
     assert dry[:3] == formula(R, sp, dtype, keep)
     assert ranks(R, on_ranks, sp, dtype, keep, evenly) == [dry] * R
+
+
+@pytest.mark.parametrize("shape", [SHARED, SHARED._replace(shared_gate=False)], ids=["gate", "no gate"])
+@pytest.mark.parametrize("R, sp, dtype", [(1, True, FP32), (4, True, BF16), (2, False, FP64)])
+def test_every_byte_of_a_shared_expert(ranks, R, sp, dtype, shape):
+    with fake_world(R) as mesh:
+        tp = TensorParallel(mesh["tp"], sequence_parallel=sp)
+        dry = counted(tp, dtype, True, device="meta", shape=shape)
+    assert dry[:3] == formula(R, sp, dtype, True, shape=shape)
+    assert ranks(R, on_ranks, sp, dtype, True, evenly, shape) == [dry] * R
 
 
 @pytest.mark.parametrize("keep", [True, False])

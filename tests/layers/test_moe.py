@@ -1,6 +1,7 @@
 """A mixture of experts at 1, 2 and 4 ranks: the same bits, however few rows a rank has, and transformers' values."""
 
 import contextlib
+import functools
 from typing import NamedTuple
 from unittest import mock
 
@@ -33,6 +34,15 @@ class Case(NamedTuple):
     routing: Routing
     pad: int = 0
     only: int | None = None  # experts from here on get no row
+    shared: int | None = None
+    gate: bool = False
+    bitwise: int | None = None
+
+    @property
+    def rounded(self) -> set[str]:
+        """What agrees to rounding alone: sums over ranks, and a shared expert's weights, of which each has columns."""
+        shared = {"shared_fc1", "shared_fc2", "shared_gate", "x", "y"}
+        return set() if self.bitwise else {"router"} | (set() if self.shared is None else shared)
 
 
 CASES = {
@@ -42,12 +52,16 @@ CASES = {
     "padded": Case(5, 48, 24, 8, Routing(2), pad=3),
     "one row": Case(1, 48, 24, 4, Routing(1, renormalize=False), pad=3),  # ranks without any
     "all experts": Case(8, 32, 16, 4, Routing(4, "chosen")),
+    "shared": Case(13, 48, 24, 8, Routing(2), pad=3, shared=40, gate=True),
+    "shared, in leaves": Case(13, 48, 24, 8, Routing(2), pad=3, shared=24, gate=True, bitwise=4),
+    "shared, no gate": Case(3, 37, 11, 4, Routing(3, "sigmoid"), pad=1, shared=44),  # a rank without valid rows
 }
 
 
 def make(case: Case, tp: TensorParallel | None, dtype: torch.dtype) -> ParallelMoE:
     torch.manual_seed(3)
-    layer = ParallelMoE(case.D, case.F, case.E, case.routing, tp=tp, init_std=0.3, dtype=dtype)
+    shared = dict(shared_size=case.shared, shared_gate=case.gate)
+    layer = ParallelMoE(case.D, case.F, case.E, case.routing, tp=tp, **shared, init_std=0.3, dtype=dtype)
     if case.only is not None:  # of rows without negative numbers
         with torch.no_grad():
             layer.router[case.only :] = 0
@@ -73,7 +87,8 @@ def step(layer: ParallelMoE, case: Case, x, dy, keep: bool = True) -> dict[str, 
 
 
 def run(world, name: str, sp: bool, dtype: torch.dtype):
-    case, tp = CASES[name], TensorParallel(world.group, sequence_parallel=sp)
+    case = CASES[name]
+    tp = TensorParallel(world.group, sequence_parallel=sp, bitwise=case.bitwise)
     layer = make(case, tp, dtype)
     results = [step(layer, case, *data(case, dtype))]
     for p in layer.parameters():
@@ -83,9 +98,9 @@ def run(world, name: str, sp: bool, dtype: torch.dtype):
 
 
 def differing(name: str, every, dtype: torch.dtype) -> set[str]:
-    """The names of what has other bits than on one rank; the router's gradient is held to rounding."""
+    """The names of what has other bits than on one rank; sums over ranks are held to rounding."""
     case, names = CASES[name], set()
-    one = step(make(case, None, dtype), case, *data(case, dtype))
+    one = step(make(case, TensorParallel(bitwise=case.bitwise), dtype), case, *data(case, dtype))
     for tp, results, slices in every:
         for result in results:
             assert result.keys() == one.keys()
@@ -93,12 +108,11 @@ def differing(name: str, every, dtype: torch.dtype) -> set[str]:
                 whole = one[key]
                 if key in ("x", "y"):
                     mine = whole.chunk(tp.row_shards)[tp.row_rank]
-                elif key == "router":
-                    assert error(value, whole) < {FP32: 1e-5, BF16: 1e-2, FP64: 1e-12}[dtype]
-                    continue
                 else:
                     mine = whole[slices[key]]
-                if not torch.equal(value, mine):
+                if key in case.rounded:
+                    assert error(value, mine) < {FP32: 1e-5, BF16: 1e-2, FP64: 1e-12}[dtype], key
+                elif not torch.equal(value, mine):
                     names.add(key)
     return names
 
@@ -125,12 +139,18 @@ def in_order_of_arrival(right, chosen, experts):
     return order
 
 
+def in_rank_order(right, parts, tp):
+    """The shared expert's sum over ranks, from left to right."""
+    return functools.reduce(torch.add, parts)
+
+
 @pytest.mark.parametrize("name, target, mistake, wrong", [
-    ("one row a rank", "router._product", one_product, {"y", "x", "fc1", "fc2"}),
-    ("many rows", "records.ExpertOrder.of", in_order_of_arrival, {"fc1", "fc2"}),
+    ("one row a rank", "kernels.experts.router._product", one_product, {"y", "x", "fc1", "fc2"}),
+    ("many rows", "kernels.experts.records.ExpertOrder.of", in_order_of_arrival, {"fc1", "fc2"}),
+    ("shared, in leaves", "sequence_parallel.shared_expert.summed", in_rank_order, {"y", "x", "shared_gate"}),
 ])  # fmt: skip
 def test_a_mistake_is_seen(ranks, name, target, mistake, wrong):
-    spoilt = Mistaken(run, f"tpfuse.kernels.experts.{target}", mistake)
+    spoilt = Mistaken(run, f"tpfuse.{target}", mistake)
     names = differing(name, ranks(4, spoilt, name, True, FP32), FP32)
     assert names and names <= wrong
 
@@ -160,9 +180,10 @@ def test_parts_between_norms(ranks, keep):
         assert torch.equal(h, one[1].chunk(2)[rank]) and torch.equal(dx, one[2].chunk(2)[rank])
 
 
-def later(world):
+def later(world, name: str):
     """Gradients of weights handed over as work, and added in fp32, beside those of a bare backward."""
-    case, tp = CASES["many rows"], TensorParallel(world.group, sequence_parallel=True)
+    case = CASES[name]
+    tp = TensorParallel(world.group, sequence_parallel=True, bitwise=case.bitwise)
     x, dy = (t.chunk(2)[tp.rank].clone() for t in data(case, BF16))
     x.requires_grad_()
     bare, deferred, main = (make(case, tp, BF16) for _ in range(3))
@@ -171,7 +192,7 @@ def later(world):
     with store.deferring():
         y = deferred(x)
     y.backward(dy)
-    before = deferred.fc1.grad, deferred.fc2.grad
+    before = [getattr(deferred, name).grad for name, p in deferred.named_parameters() if "fc" in name]
     store.take()()
     MainGrad(main)
     for _ in range(2):
@@ -181,9 +202,10 @@ def later(world):
     ]  # fmt: skip
 
 
-def test_gradients_made_later_and_in_fp32(ranks):
-    for before, (bare, deferred), main in ranks(2, later):
-        assert before == (None, None) and all(map(torch.equal, bare, deferred))
+@pytest.mark.parametrize("name", ["many rows", "shared", "shared, in leaves"])
+def test_gradients_made_later_and_in_fp32(ranks, name):
+    for before, (bare, deferred), main in ranks(2, later, name):
+        assert set(before) == {None} and all(map(torch.equal, bare, deferred))
         for total, gradient in zip(main, bare, strict=True):
             assert total.dtype == FP32 and error(total, 2 * gradient.float()) < 2e-2
 
@@ -196,6 +218,8 @@ BLOCKS = {
     "sandwich": dict(wiring="sandwich"),
     "branch": dict(wiring="branch"),
     "smallest": dict(saving="smallest"),
+    "shared": dict(shared_size=24, shared_gate=True),
+    "shared, smallest": dict(saving="smallest", shared_size=24, wiring="parallel"),
 }
 
 
@@ -250,6 +274,7 @@ def test_a_block_is_its_parts():
     (dict(gated=False), "experts must be gated, got gated=False"),
     (dict(bias=True), "experts have no bias, got mlp_bias=True"),
     (dict(num_experts=None), "routing=.* needs num_experts, got None"),
+    (dict(num_experts=None, routing=None, shared_size=8), "shared_size=8 needs num_experts, got None"),
 ])  # fmt: skip
 def test_blocks_that_are_refused(change, message):
     arguments = dict(num_experts=8, routing=Routing(2), gated=True, activation="silu", bias=False)
@@ -291,6 +316,8 @@ def test_mixtral_of_transformers():
     (dict(num_experts=0), "num_experts must be a positive integer, got 0"),
     (dict(routing=Routing(5)), "k must be 1 to num_experts=4, got 5"),
     (dict(activation="relu"), "a gated activation must be one of silu, gelu, gelu_tanh, got 'relu'"),
+    (dict(shared_size=0), "shared_size must be a positive integer or None, got 0"),
+    (dict(shared_gate=True), "shared_gate=True needs shared_size, got None"),
 ])  # fmt: skip
 def test_what_is_refused(change, message):
     arguments = dict(hidden_size=8, ffn_size=6, num_experts=4, routing=Routing(2))
@@ -307,17 +334,22 @@ def refused(world):
     with pytest.raises(ValueError) as found:
         ParallelMoE(8, 6, 4, Routing(1 + tp.rank), tp=tp)
     messages.append(str(found.value))
+    with pytest.raises(ValueError) as found:
+        ParallelMoE(8, 6, 4, Routing(2), shared_size=7, tp=tp)
+    messages.append(str(found.value))
     return messages
 
 
 def test_what_is_refused_on_several_ranks(ranks):
-    for divided, different in ranks(2, refused):
+    for divided, different, shared in ranks(2, refused):
+        assert shared == "ParallelMoE: shared_size=7 is not divisible by tensor-parallel size 2; use 1 or 7"
         assert different.startswith("ParallelMoE: routing must be the same on every tensor-parallel rank")
         assert divided == "ParallelMoE: num_experts=7 is not divisible by tensor-parallel size 2; use 1 or 7"
 
 
-def test_compile_on_one_rank():
-    case = CASES["many rows"]
+@pytest.mark.parametrize("name", ["many rows", "shared"])
+def test_compile_on_one_rank(name):
+    case = CASES[name]
     x, dy = data(case, FP32)
     eager, layer = step(make(case, None, FP32), case, x, dy), make(case, None, FP32)
     layer.compile(fullgraph=True, backend="aot_eager")
@@ -325,9 +357,9 @@ def test_compile_on_one_rank():
     assert all(torch.equal(compiled[key], value) for key, value in eager.items())
 
 
-def compiled_between(world):
+def compiled_between(world, name: str):
     """On several ranks a graph ends at the layer, and another begins behind it; one whole graph is torch's error."""
-    case, tp = CASES["many rows"], TensorParallel(world.group, sequence_parallel=True)
+    case, tp = CASES[name], TensorParallel(world.group, sequence_parallel=True)
     results, graphs = [], []
 
     def backend(graph, inputs):
@@ -348,6 +380,7 @@ def compiled_between(world):
     return [torch.equal(a, b) for a, b in zip(*results, strict=True)], len(graphs)
 
 
-def test_compile_on_several_ranks(ranks):
-    for same, graphs in ranks(2, compiled_between):
+@pytest.mark.parametrize("name", ["many rows", "shared"])
+def test_compile_on_several_ranks(ranks, name):
+    for same, graphs in ranks(2, compiled_between, name):
         assert all(same) and graphs > 1

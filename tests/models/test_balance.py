@@ -52,7 +52,7 @@ def test_values_and_gradients_are_those_of_transformers(ranks, saved, R, pad):
         assert max(error(values[name], exact[name]) for name in values) < 1e-6
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe-mixed", "olmoe"])
+@pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_moe-mixed", "olmoe"])
 def test_of_other_families(ranks, tmp_path, name):
     """Weights that are not divided by their sum, and of the layers with experts alone."""
     model = experts.theirs(name)

@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor
 
 from tests.models.common import default_dtype
 from tpfuse import add_lora, clip_grad_norm_, param_groups
-from tpfuse.layers.lora import TARGETS
 from tpfuse.layers.shards import named_specs
 from tpfuse.models import GPT, Bert, BertConfig, GPTConfig
 from tpfuse.pipeline import schedule
@@ -50,11 +49,10 @@ def batches(steps, rows=ROWS):
 
 def adapted(model, lora):
     if lora:
-        experts = getattr(model.config, "num_experts", None) is not None  # without adapters of their own
-        add_lora(model, rank=2, alpha=4, targets=("qkv", "out") if experts else TARGETS)
+        add_lora(model, rank=2, alpha=4)
         with torch.no_grad():
             for name, p in model.named_parameters():
-                if name.endswith(".B"):
+                if ".lora.B" in name:
                     p.add_(0.01)
     return model
 

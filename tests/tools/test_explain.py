@@ -1,5 +1,7 @@
 """What explain says is what a call does."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -100,9 +102,9 @@ EXPERTS = GPTConfig(
 )  # fmt: skip
 
 
-def _experts(world, sp):
+def _experts(world, sp, shared):
     """What explain says of the experts, and the bytes and messages that the layer sends, to one other rank each."""
-    model = GPT(EXPERTS, tp=TensorParallel(world.group, sequence_parallel=sp))
+    model = GPT(replace(EXPERTS, **shared), tp=TensorParallel(world.group, sequence_parallel=sp))
     (said,) = (p for p in tpfuse.explain(model, 48) if p.op == "routed_experts")
     layer = model.blocks[0].mlp
     x = torch.randn(48 // layer.tp.row_shards, 64, requires_grad=True)
@@ -113,12 +115,14 @@ def _experts(world, sp):
     return said, (sent.wire, sent.calls), repr(tpfuse.explain(model))
 
 
-@pytest.mark.parametrize("sp", [True, False])
-def test_experts(ranks, sp):
-    for said, sent, table in ranks(2, _experts, sp):
+@pytest.mark.parametrize("sp, shared, words", [
+    (True, {}, ""), (False, {}, ""), (True, dict(shared_size=24, shared_gate=True), " and a shared one of width 24"),
+])  # fmt: skip
+def test_experts(ranks, sp, shared, words):
+    for said, sent, table in ranks(2, _experts, sp, shared):
         assert (said.bytes, said.messages) == sent
         assert said[:5] == ("blocks.0.mlp", "routed_experts", "plain", (2, 80, 64), 48)
-        assert said.reason == "3 of 4 experts a row: exchanges of uneven parts, nothing overlaps"
+        assert said.reason == f"3 of 4 experts a row{words}: exchanges of uneven parts, nothing overlaps"
         assert said.reason in table
 
 

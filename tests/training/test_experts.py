@@ -38,10 +38,10 @@ from tpfuse.training.checkpoint.replicas import check_replicas, watch_replicas
 
 F64 = torch.float64
 CONFIG = replace(
-    GPT_CONFIG, family="mixtral", num_layers=2, hidden_size=48, ffn_size=20, num_heads=4, num_kv_heads=2, norm="rms",
+    GPT_CONFIG, family="qwen2_moe", num_layers=2, hidden_size=48, ffn_size=20, num_heads=4, num_kv_heads=2, norm="rms",
     activation="silu", gated=True, qkv_bias=False, out_bias=False, mlp_bias=False, tie_embeddings=False,
-    rope={"rope_type": "default", "rope_theta": 10000.0}, num_experts=8, experts_per_token=2, dropout=0.0,
-    attention_dropout=0.0, embedding_dropout=0.0, init_std=0.2,
+    rope={"rope_type": "default", "rope_theta": 10000.0}, num_experts=8, experts_per_token=2, shared_size=24,
+    shared_gate=True, dropout=0.0, attention_dropout=0.0, embedding_dropout=0.0, init_std=0.2,
 )  # fmt: skip
 SHARES = {"equal": (2, 2), "unequal": (3, 1)}  # samples of each of two replicas
 
@@ -380,7 +380,7 @@ def refused(world, kind):
     model, mesh = made(world, 2)
     tp = TensorParallel(mesh["tp"], sequence_parallel=True)
     both = mesh["dp", "tp"]
-    dense = replace(CONFIG, num_experts=None, experts_per_token=None)
+    dense = replace(CONFIG, num_experts=None, experts_per_token=None, shared_size=None, shared_gate=False)
     actions = {
         "no dp": lambda: GPT(CONFIG, tp=tp, experts=both),
         "dense": lambda: GPT(dense, tp=tp, dp=mesh["dp"], experts=both),

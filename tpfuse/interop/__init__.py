@@ -1,10 +1,12 @@
 """Interfaces to other libraries: PEFT adapters, models of transformers, accelerate.
 
 accelerator        accelerate's Accelerator on a split model
+adaptable          what may have adapters
 adapter            adapters in PEFT's format
 arguments          the arguments of a call by their names
 body               the model below the head
 documents          position_ids that begin again: packed documents
+expert_adapter     adapters of experts in PEFT's format
 lora_config        a LoraConfig of PEFT as the arguments of add_lora
 lora_options       the options of a LoraConfig: which are read, which are refused
 lora_options.json  their defaults in PEFT, as python -m bench.defaults writes them

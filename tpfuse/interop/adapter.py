@@ -4,6 +4,8 @@ Full tensors stand under Hugging Face's module names:
 
 base_model.model.{module}.lora_A.weight  [r, K]        base_model.model.{module}.lora_B.weight  [N, r]
 base_model.model.{head}.weight           [L, D]        of a classification head, which is trained beside them
+
+Those of experts: expert_adapter.py.
 """
 
 import json
@@ -17,10 +19,11 @@ from torch import Tensor, nn
 
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import Rule, boolean, brief, check_rules, integer, number, optional, quoted
-from ..layers.linear import Adaptable
+from ..layers.expert_lora import ExpertLoRA
 from ..layers.lora import ColumnLoRA, adapted_layers, add_lora, base_of, trained_modules
 from ..layers.module import Spec, local
-from ..layers.shards import named_specs, unwrapped_name
+from ..layers.projections import ProjectionNames
+from ..layers.shards import named_specs
 from ..models.files.directory import open_tensors, read_json
 from ..models.files.disk import NewFiles, save_file
 from ..models.files.read import DTYPES, reading
@@ -29,6 +32,16 @@ from ..models.files.write import full_tensor
 from ..models.model import Model
 from ..parallel import TensorParallel
 from ..ranks.messages import gather, raise_together, together
+from .adaptable import Adaptables, ExpertParameter
+from .expert_adapter import (
+    expert_modules,
+    expert_sources,
+    expert_targets,
+    patterns,
+    stored_module,
+    stored_shapes,
+    take_patterns,
+)
 from .lora_options import check_options
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -92,25 +105,31 @@ def load_adapter(model: nn.Module, path: str | Path, *, trainable: bool = False)
     shape; OSError if the tensors cannot be read.
     """
     base, path = _base(model, "load_adapter"), Path(path)
-    head, layers_here = _head_entries(base), hf_layers(base)
-    layers = {
-        name: sizes for stage in base.groups.over_stages("load_adapter", layers_here) for name, sizes in stage.items()
-    }
+    head, here = _head_entries(base), Adaptables.of(base)
+    everywhere = here.over_stages(base, "load_adapter")
 
     def examine() -> tuple[Any, Any, list[str], dict[str, _Entry]]:
-        config, handle = read_adapter(path, trainable=trainable)
+        config, handle, apart = read_adapter(path, trainable=trainable)
         check_saved(f"load_adapter: {path / CONFIG}", config.get("modules_to_save"), base)
         heads = {} if head.keys().isdisjoint(handle.keys()) else head
         for name, entry in heads.items():
             _check_tensor(path / WEIGHTS, handle, name, entry.spec.shape)
         names = set(handle.keys()) - heads.keys()
-        return config, handle, _check(path / WEIGHTS, handle, names, config["r"], layers=layers), heads
+        parameters = expert_targets(f"load_adapter: {path / CONFIG}", config, everywhere.experts)
+        of_experts = {
+            stored_module(name, parameters): stored_shapes(name, everywhere.experts[name], config["r"], apart)
+            for name in parameters
+        }
+        _check(path / WEIGHTS, handle, names, _shapes(everywhere, config["r"]) | of_experts, required=set(of_experts))
+        modules = [m for m in here.layers if f"{_PREFIX}{m}.lora_A.weight" in names]
+        for name in sorted(parameters & here.experts.keys()):
+            modules += expert_modules(name, here.experts[name], apart)
+        return config, handle, modules, heads
 
     config, handle, modules, heads = together(examine, base.groups.all())
     rank = config["r"]
     alpha = config["lora_alpha"] * (rank**0.5 if config.get("use_rslora") else 1)
     flags = [p.requires_grad for p in model.parameters()]
-    modules = [name for name in modules if name in layers_here]
     if modules:
         add_lora(model, rank=rank, alpha=alpha, targets=modules)
     else:  # other stages have them
@@ -147,37 +166,55 @@ def _base(model: nn.Module, caller: str) -> Model:
 
 
 class _Adapted(NamedTuple):
-    """The adapted modules of all stages of a model, and all other modules with parameters, by Hugging Face's names."""
+    """What all stages of a model have, by Hugging Face's names: adapted modules, parameters of experts among them;
+    those that are not; all parameters of ``experts``, and whether their gate and up are ``apart``."""
 
     modules: set[str]
     unadapted: set[str]
     rank: int
     alpha: float
+    experts: dict[str, ExpertParameter]
+    apart: bool
 
 
 def _adapted(base: Model, caller: str) -> _Adapted:
     """Returns the adapted modules; ValueError if there are none, or stages have adapters of other ranks or scales."""
     loras = [lora for *_, lora in adapted_layers(base)]
+    experts = Adaptables.of(base).over_stages(base, caller).experts
     names = (base.files.hf_name(name) for source in base.files.sources().values() for name in source.names)
     mine = {module for lora in loras for module in lora.adapted}, {name.rpartition(".")[0] for name in names}
-    stages = base.groups.over_stages(caller, (*mine, {(len(lora.A), lora.scale * len(lora.A)) for lora in loras}))
-    modules, holders, sizes = (set().union(*column) for column in zip(*stages, strict=True))
+    sizes = {(lora.rank, lora.scale * lora.rank) for lora in loras}
+    apart = {lora.apart for lora in loras if isinstance(lora, ExpertLoRA) and "fc1" in lora.leaves}
+    stages = base.groups.over_stages(caller, (*mine, sizes, apart))
+    modules, holders, sizes, apart = (set().union(*column) for column in zip(*stages, strict=True))
     check(bool(modules), f"{caller}: the model has no adapters")
     check(len(sizes) == 1, f"{caller}: adapters must be of one rank and alpha, got {quoted(sorted(sizes))}")
-    ((rank, alpha),) = sizes
-    return _Adapted(modules, holders - modules, rank, alpha)
+    check(len(apart) < 2, f"{caller}: gate and up of experts must be adapted together in all layers, or apart in all")
+    taken = {name.rpartition(".")[2] for parameter in experts.values() for name in parameter.projections}
+    lost = sorted(name for name in modules - experts.keys() if name.rpartition(".")[2] in taken)
+    check(
+        not lost,
+        f"{caller}: adapters of {', '.join(lost)} have no form in PEFT, which takes such names in a model with experts"
+        " for the experts'",
+    )
+    ((rank, alpha),), unadapted = sizes, (holders | experts.keys()) - modules
+    return _Adapted(modules, unadapted, rank, alpha, experts=experts, apart=True in apart)
 
 
 def _entries(base: Model) -> list[_Entry]:
     """Returns every adapter's parameters."""
     specs = {name: (p, spec, tp) for (name, spec, tp), p in zip(named_specs(base), base.parameters(), strict=True)}
     named = lambda letter, modules: tuple(f"{_PREFIX}{m}.lora_{letter}.weight" for m in modules)
-    sources, entries = base.files.sources(), []
+    names, entries = ProjectionNames.of(base), []
     for path, _, lora in adapted_layers(base):
+        if isinstance(lora, ExpertLoRA):
+            of_experts = expert_sources(names, path, lora, _PREFIX).items()
+            entries += [_Entry(*specs[f"{path}.lora.{leaf}"], source) for leaf, source in of_experts]
+            continue
         pattern = "r d -> r 1 d" if isinstance(lora, ColumnLoRA) else "r d -> r d"
         entries.append(_Entry(*specs[f"{path}.lora.A"], Source.several(named("A", lora.adapted), pattern)))
         for leaf, parts in lora.parts.items():
-            weight = sources[f"{path}.{leaf}"]
+            weight = names.sources[f"{path}.{leaf}"]
             adapted = [
                 (n, m, place) for (n, m), (_, place) in zip(parts, weight.parts, strict=True) if m in lora.adapted
             ]
@@ -211,14 +248,16 @@ def _pattern(source: Source) -> str:
 
 
 def _config(base: Model, adapted: _Adapted) -> dict[str, Any]:
-    alpha = adapted.alpha
-    return dict(
+    alpha = int(adapted.alpha) if adapted.alpha == int(adapted.alpha) else adapted.alpha
+    of_experts = patterns(adapted.rank, alpha) if adapted.apart else {}
+    return of_experts | dict(
         peft_type="LORA",
         bias="none",
         r=adapted.rank,
-        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
+        lora_alpha=alpha,
         lora_dropout=0.0,
-        target_modules=_targets(adapted),
+        target_modules=_targets(adapted.modules - adapted.experts.keys(), adapted.unadapted),
+        target_parameters=_targets(adapted.modules & adapted.experts.keys(), adapted.unadapted) or None,
         fan_in_fan_out=base.config.hf.transposed,
         init_lora_weights=True,
         inference_mode=True,
@@ -247,24 +286,33 @@ def _saved(base: Model) -> list[str]:
     return list(dict.fromkeys(name.partition(".")[0] for name in trained_modules(base)))
 
 
-def _targets(adapted: _Adapted) -> list[str]:
-    """Returns the shortest endings that name the adapted modules and no others."""
+def _targets(adapted: set[str], unadapted: set[str]) -> list[str]:
+    """Returns the shortest endings that name what is adapted and no others."""
     targets = set()
-    for module in adapted.modules:
+    for module in adapted:
         parts = module.split(".")
         endings = (".".join(parts[-n:]) for n in range(1, len(parts) + 1))
-        alone = lambda end: not any(f".{name}".endswith(f".{end}") for name in adapted.unadapted)
+        alone = lambda end: not any(f".{name}".endswith(f".{end}") for name in unadapted)
         targets.add(next(filter(alone, endings)))
     return sorted(targets)
 
 
-def read_adapter(path: Path, *, trainable: bool) -> tuple[Any, Any]:
-    """Returns the config and the open tensors of a directory; ValueError for an option that is not built."""
+class StoredAdapter(NamedTuple):
+    """The config and the open tensors of a directory, and whether gate and up of experts are adapted ``apart``."""
+
+    config: Any
+    tensors: Any
+    apart: bool
+
+
+def read_adapter(path: Path, *, trainable: bool) -> StoredAdapter:
+    """Opens a directory; ValueError for an option that is not built."""
     try:
         config, handle = read_json(path, CONFIG), open_tensors(path, WEIGHTS)
     except (ValueError, OSError) as error:
         raise ValueError(f"load_adapter: {path} must hold {CONFIG} and {WEIGHTS}: {error}") from None
     place = f"load_adapter: {path / CONFIG}"
+    apart = take_patterns(config)
     check_options(place, config, stored=True)
     for key in ("r", "lora_alpha"):
         if key not in config:
@@ -274,36 +322,29 @@ def read_adapter(path: Path, *, trainable: bool) -> tuple[Any, Any]:
         raise ValueError(
             f"load_adapter: lora_dropout={config['lora_dropout']} in {path / CONFIG} is not built, to train with"
         )
-    return config, handle
+    return StoredAdapter(config, handle, apart)
 
 
-def hf_layers(base: Model) -> dict[str, tuple[int, int]]:
-    """Returns the linear layers that may have adapters: Hugging Face module -> outputs, inputs."""
-    sources, layers = base.files.sources(), {}
-    modules = {unwrapped_name(path): module for path, module in base.named_modules()}
-    for name, spec, _ in named_specs(base):
-        path, _, leaf = name.rpartition(".")
-        if name in sources and "bias" not in leaf and isinstance(modules[path], Adaptable):
-            for n, (rows, columns) in zip(sources[name].names, sources[name].file_shapes(spec.shape), strict=True):
-                sizes = (columns, rows) if base.config.hf.transposed else (rows, columns)
-                layers[base.files.hf_name(n).removesuffix(".weight")] = sizes
-    return layers
+def _shapes(adaptables: Adaptables, rank: int) -> dict[str, dict[str, tuple[int, int]]]:
+    """Returns the shapes of A and B of each linear layer."""
+    return {name: {"A": (rank, inputs), "B": (outputs, rank)} for name, (outputs, inputs) in adaptables.layers.items()}
 
 
-def _check(file: Path, handle: Any, stored: set[str], rank: int, *, layers: dict[str, tuple[int, int]]) -> list[str]:
-    """Returns the modules that a file adapts; ValueError if ``stored`` are not adapters of ``layers``."""
+def _check(
+    file: Path, handle: Any, stored: set[str], shapes: dict[str, dict[str, tuple[int, int]]], *, required: set[str]
+) -> None:
+    """Raises ValueError if the tensors ``stored`` are not the adapters, of these ``shapes``, of some modules and of all
+    that are ``required``."""
     matches = {name: _TENSOR.fullmatch(name) for name in stored}
     for name in sorted(name for name, match in matches.items() if match is None):
         raise ValueError(f"load_adapter: {file} holds {brief(name)}, which is not an adapter of a linear layer")
-    modules = sorted({match[1] for match in matches.values() if match is not None})
+    modules = {match[1] for match in matches.values() if match is not None}
     check(bool(modules), f"load_adapter: {file} holds no adapter")
-    for module in modules:
-        if module not in layers:
+    for module in sorted(modules | required):
+        if module not in shapes:
             raise ValueError(f"load_adapter: {file} adapts {brief(module)}, and no layer is called {brief(module)}")
-        outputs, inputs = layers[module]
-        for letter, expected in (("A", (rank, inputs)), ("B", (outputs, rank))):
+        for letter, expected in shapes[module].items():
             _check_tensor(file, handle, f"{_PREFIX}{module}.lora_{letter}.weight", expected)
-    return modules
 
 
 def _check_tensor(file: Path, handle: Any, name: str, expected: tuple[int, ...]) -> None:

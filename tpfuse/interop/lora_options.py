@@ -12,7 +12,8 @@ from typing import Any
 from ..kernels.runtime.rules import brief, quoted
 
 DEFAULTS: Mapping[str, Any] = json.loads(pathlib.Path(__file__).with_suffix(".json").read_text())
-READ = {"r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "modules_to_save"}
+READ = {"r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "target_parameters"}
+READ |= {"modules_to_save"}
 SILENT = {"task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"}
 SILENT |= {"fan_in_fan_out", "megatron_core", "qalora_group_size", "ensure_weight_tying"}
 # How the tensors of a file came about: they hold the result.

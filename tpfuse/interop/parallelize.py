@@ -39,11 +39,12 @@ def parallelize(
 
     The module is a GPT2LMHeadModel, LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM,
     GPTNeoXForCausalLM, Phi3ForCausalLM, Starcoder2ForCausalLM, Gemma2ForCausalLM, Gemma3ForCausalLM, Olmo2ForCausalLM,
-    MixtralForCausalLM, Qwen3MoeForCausalLM, OlmoeForCausalLM, BertForMaskedLM or that class of a relative of BERT
-    (RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, ModernBERT), the base of one (GPT2Model, LlamaModel, ..., BertModel),
-    or one of these families' ForSequenceClassification and ForTokenClassification.  Every rank calls it with the same
-    weights, before the optimizer is made.  The module's own parameters are dropped; its new ones are this rank's
-    shards, in their dtype and on their device, under the names of ``module.parallel``, a :class:`GPT` or :class:`Bert`.
+    MixtralForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM, OlmoeForCausalLM, BertForMaskedLM or that class of a
+    relative of BERT (RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, ModernBERT), the base of one (GPT2Model, LlamaModel,
+    ..., BertModel), or one of these families' ForSequenceClassification and ForTokenClassification.  Every rank calls
+    it with the same weights, before the optimizer is made.  The module's own parameters are dropped; its new ones are
+    this rank's shards, in their dtype and on their device, under the names of ``module.parallel``, a :class:`GPT` or
+    :class:`Bert`.
     On the meta device they stay there.  A frozen parameter stays frozen, and gradient checkpointing that is enabled
     stays so, as ``recompute="full"``.
 

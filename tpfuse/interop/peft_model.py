@@ -1,6 +1,7 @@
 """A PeftModel in the place of the module that it wraps."""
 
 import contextlib
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -24,7 +25,7 @@ def is_peft_model(module: nn.Module) -> bool:
 def before_peft(tensors: Mapping[str, T]) -> dict[str, T]:
     """Returns the tensors of a module that PEFT may have wrapped layers of, without PEFT's own, by the names before."""
     kept = {name: t for name, t in tensors.items() if ".lora_" not in name and ".modules_to_save." not in name}
-    return {name.replace(".base_layer.", ".").replace(".original_module.", "."): t for name, t in kept.items()}
+    return {re.sub(r"(\.base_layer)+\.|\.original_module\.", ".", name): t for name, t in kept.items()}
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ cache              keys and values during generation
 call               the arguments of one call, as a record that is handed on whole
 cross_attention    CrossAttention
 embedding          VocabParallelEmbedding
+expert_lora        low-rank adapters of experts
 expert_ranks       the ranks that hold experts: of one replica, or of all
 expert_sizes       a mixture of experts in closed form: flops, bytes saved and sent
 hooks              whether a hook of torch waits for a part that fused code would run past
@@ -21,6 +22,7 @@ norm               LayerNorm, RMSNorm
 one_node           a block on one rank as one autograd node
 partial            partial gradients are found and named
 plain              replicated: plain torch modules on row shards
+projections        the projections in a layer's weights, by Hugging Face's names
 shapes             shapes of attention, MLP and norms, as records
 shards             parameters of parallel modules, each with the whole that it is a slice of
 sites              the number of each dropout mask of a model

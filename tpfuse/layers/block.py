@@ -77,7 +77,8 @@ class TransformerBlock(ParallelModule):
     bytes per row and width over R in 16 bit), "smallest" recomputes them (20).  ``dropout`` acts after attention and
     MLP, ``attention_dropout`` on the probabilities.  ``norm_bias``: whether LayerNorms have a bias.  With
     ``num_experts`` the MLP is a :class:`ParallelMoE` of so many gated MLPs without biases, chosen by ``routing``,
-    divided among the ranks of ``experts`` if that is given (mesh["dp", "tp"]: experts over replicas).  The others are
+    divided among the ranks of ``experts`` if that is given (mesh["dp", "tp"]: experts over replicas), with
+    ``shared_size`` beside one of this width that every row has, and ``shared_gate`` its gate.  The others are
     arguments of :class:`ParallelAttention` and :class:`ParallelMLP`.  ValueError for an unknown wiring, place, norm or
     activation, and for sizes that cannot be split over the ranks.
     """
@@ -115,6 +116,8 @@ class TransformerBlock(ParallelModule):
         place: str = ALONE,
         num_experts: int | None = None,
         routing: Routing | None = None,
+        shared_size: int | None = None,
+        shared_gate: bool = False,
         experts: ExpertGroup | None = None,
         scale: float | None = None,
         softcap: float | None = None,
@@ -136,8 +139,9 @@ class TransformerBlock(ParallelModule):
         ffn_size = 4 * hidden_size if ffn_size is None else ffn_size
         mlp_bias = bias if mlp_bias is None else mlp_bias
         mlp = mlp_or_experts(
-            "TransformerBlock", MLPShape(hidden_size, ffn_size, activation, gated, bias=mlp_bias), num_experts, routing
-        )
+            "TransformerBlock", MLPShape(hidden_size, ffn_size, activation, gated, bias=mlp_bias), num_experts, routing,
+            shared_size=shared_size, shared_gate=shared_gate,
+        )  # fmt: skip
         self.place, self.wiring, self.dropout, self.saving = place, wiring, dropout, saving
         check(
             experts is None or num_experts is not None,

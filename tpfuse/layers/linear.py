@@ -37,8 +37,8 @@ class Adapter(ParallelModule):
     """
 
     merged = False
+    rank: int
     scale: float
-    A: nn.Parameter
     adapted: list[str]
     parts: Parts
 
@@ -50,9 +50,14 @@ class Adapter(ParallelModule):
         """Returns s B A for each of the layer's weights, this rank's slice."""
         raise NotImplementedError
 
+    @staticmethod
+    def std_of(width: int) -> float:
+        """Returns the standard deviation of PEFT's uniform A in (-1, 1) / sqrt(K)."""
+        return float((3 * width) ** -0.5)
+
 
 class Adaptable(ParallelModule):
-    """A projection that may have an adapter beside its weight (lora.py)."""
+    """A layer that may have an adapter beside its weights (lora.py)."""
 
     lora: Adapter | None
 

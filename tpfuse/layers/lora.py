@@ -11,12 +11,12 @@ gradient is summed over the ranks' rows.  Row: the product joins the partial sum
 gradient is summed over the ranks.  Both are complete after a bare backward.
 
 A fused weight (q, k and v; gate and up) holds the rows of P projections, each with an A of its own.  Beside an
-adapter the MLP's two GEMMs run one by one, and its activation is kept.
+adapter the MLP's two GEMMs run one by one, and its activation is kept.  Those of experts: expert_lora.py.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +31,11 @@ from ..kernels.runtime.op import acc_dtype
 from ..kernels.runtime.rules import POSITIVE, SEED, check_number, integer, quoted
 from ..parallel import TensorParallel
 from ..sequence_parallel import gather_linear
+from .expert_lora import ExpertLoRA
 from .linear import Adaptable, Adapter, Parts, RowParallelLinear
 from .module import Origin, initialize, leaf_slices, local, on_rows, per_leaf
 from .moe import ParallelMoE
+from .projections import EXPERT_WEIGHTS, ProjectionNames
 from .shards import unwrapped_name
 
 _MAX_RANK = 1 << 16
@@ -47,6 +49,8 @@ class ColumnLoRA(Adapter):
     ``adapted`` names the P projections; a weight's other projections (``parts``) have no rows in B, and no adapter.
     """
 
+    A: nn.Parameter
+
     def __init__(
         self,
         layer: Adaptable,
@@ -59,9 +63,9 @@ class ColumnLoRA(Adapter):
         device: torch.device,
     ):
         super().__init__(layer.tp)
-        self.parts, self.adapted, self.scale = parts, adapted, alpha / rank
+        self.parts, self.adapted, self.rank, self.scale = parts, adapted, rank, alpha / rank
         width = next(iter(layer.specs[leaf].shape[-1] for leaf in parts))
-        self.add_parameter("A", (rank, len(adapted), width), None, _std(width), dtype=dtype, device=device)
+        self.add_parameter("A", (rank, len(adapted), width), None, self.std_of(width), dtype=dtype, device=device)
         # weight -> this rank's shape, the name of its B, how many leaves share a slice
         self.leaves: dict[str, tuple[list[int], str | None, int]] = {}
         for leaf, projections in parts.items():
@@ -146,6 +150,7 @@ def _of_whole(part: Origin, layer: Adaptable, parts: Parts, adapted: list[str], 
 class RowLoRA(Adapter):
     """The adapter of a row-parallel layer: ``A`` [r, K], split as the weight is, and ``B`` [N, r]."""
 
+    A: nn.Parameter
     B: nn.Parameter
 
     def __init__(
@@ -160,8 +165,10 @@ class RowLoRA(Adapter):
         device: torch.device,
     ):
         super().__init__(layer.tp)
-        self.parts, self.adapted, self.scale = parts, adapted, alpha / rank
-        self.add_parameter("A", (rank, layer.in_features), 1, _std(layer.in_features), dtype=dtype, device=device)
+        self.parts, self.adapted, self.rank, self.scale = parts, adapted, rank, alpha / rank
+        self.add_parameter(
+            "A", (rank, layer.in_features), 1, self.std_of(layer.in_features), dtype=dtype, device=device
+        )
         self.add_parameter("B", (layer.out_features, rank), None, "zeros", dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -178,11 +185,6 @@ class RowLoRA(Adapter):
         return {"weight": self.scale * (local(self.B) @ local(self.A))}
 
 
-def _std(width: int) -> float:
-    """Returns the standard deviation of PEFT's uniform A in (-1, 1) / sqrt(K)."""
-    return float((3 * width) ** -0.5)
-
-
 # ---- a model's ----
 
 
@@ -193,11 +195,13 @@ def add_lora(
 
     Returns the model.  A classification head is left to be trained, as PEFT leaves it.  A target is a layer's name here
     ("qkv", "out", "fc1", "fc2"; in another module its attribute's name) or that of a module of the Hugging Face model
-    ("q_proj", "attn.c_proj", or all of its path).  A is N(0, 1 / 3K), by Philox of (``seed``, name, global index), the
-    same bits at every split; B is 0, so nothing changes until it is trained.  Adapters are fp32 beside 16-bit weights.
-    Call it before the optimizer is made and before DDP.
-    ValueError for a target that does not exist, as "fc1" of a model with experts, whose adapters are not built, a
-    second call, or ``dropout``, which is not built.
+    ("q_proj", "attn.c_proj", or all of its path), and of experts that of a parameter ("experts.gate_up_proj").  The
+    names of an expert's projections ("gate_proj" and "up_proj", both or none) are that parameter's too, whose rank then
+    is twice as large, as in PEFT.  A is N(0, 1 / 3K), by Philox of (``seed``, name, global index), the same bits at
+    every split; B is 0, so nothing changes until it is trained.  Adapters are fp32 beside 16-bit weights.  Call it
+    before the optimizer is made and before DDP.
+    ValueError for a target that does not exist, or is a router, whose adapters are not built, a second call, or
+    ``dropout``, which is not built.
     """
     check(dropout == 0, f"add_lora: dropout on an adapter's input is not built, got dropout={dropout}")
     check_number("add_lora: alpha", alpha, POSITIVE)
@@ -205,44 +209,88 @@ def add_lora(
     check_number("add_lora: rank", rank, integer(1, _MAX_RANK))
     listed_names = isinstance(targets, list | tuple | set | frozenset) and all(isinstance(t, str) for t in targets)
     check(listed_names, f"add_lora: targets must be names of layers, got {quoted(targets)}")
-    base, layers = base_of(model), list(_linears(model))
+    base, layers = base_of(model), list(_adaptables(model))
     check(bool(layers), f"add_lora: {type(model).__name__} has no tensor-parallel linear layer")
     check(
         all(layer.tp.batch_invariant is None for _, layer in layers),
         "add_lora: adapters are not built for batch_invariant, whose GEMMs are in tiles of rows",
     )
     check(all(layer.lora is None for _, layer in layers), "add_lora: the model has adapters already")
-    chosen: list[tuple[str, Adaptable, Parts, list[str]]] = []
+    names, chosen = ProjectionNames.of(base), list[_Chosen]()
     matched: set[str] = set()
     for path, layer in layers:
-        parts = _parts(base, path, layer)
-        names = list(dict.fromkeys(name for projections in parts.values() for _, name in projections))
-        ours = {t for t in targets if t == path.rpartition(".")[2]}
-        hits = {name: ours | {t for t in targets if f".{name}".endswith(f".{t}")} for name in names}
+        hits = _hits(names, path, layer, set(targets))
         matched.update(*hits.values())
         if any(hits.values()):
-            chosen.append((path, layer, parts, [name for name in names if hits[name]]))
+            apart = isinstance(layer, ParallelMoE) and _are_apart(names, path, targets)
+            adapted = [name for name, by in hits.items() if by]
+            chosen.append(_Chosen(path, layer, names.parts(path, layer), adapted, apart=apart))
     missing = [t for t in targets if t not in matched]
-    experts = any(isinstance(module, ParallelMoE) for module in model.modules())
+    experts = any(isinstance(layer, ParallelMoE) for _, layer in layers)
     check(
         bool(chosen) and not missing,
-        f"add_lora: no layer is called {', '.join(missing) or 'anything'}; there are {_layer_names(base, layers)}"
-        + "; adapters of experts are not built" * experts,
+        f"add_lora: no layer is called {', '.join(missing) or 'anything'}; there are {_layer_names(names, layers)}"
+        + "; adapters of routers are not built" * experts,
     )
     chosen[0][1].tp.agree("add_lora", dict(rank=rank, alpha=alpha, targets=tuple(targets), seed=seed))
     model.requires_grad_(False)
     for module in trained_modules(base).values():
         module.requires_grad_(True)
-    for path, layer, parts, adapted in chosen:
+    for path, layer, parts, adapted, apart in chosen:
         weight = local(layer.get_parameter(next(iter(parts))))
         dtype, device = torch.promote_types(weight.dtype, torch.float32), weight.device
-        if isinstance(layer, RowParallelLinear):
+        if isinstance(layer, ParallelMoE):
+            layer.lora = ExpertLoRA(
+                layer, parts, adapted, rank=rank, alpha=alpha, apart=apart, dtype=dtype, device=device
+            )
+        elif isinstance(layer, RowParallelLinear):
             layer.lora = RowLoRA(layer, parts, adapted, rank=rank, alpha=alpha, dtype=dtype, device=device)
         else:
             layer.lora = ColumnLoRA(layer, parts, adapted, rank=rank, alpha=alpha, dtype=dtype, device=device)
         if not weight.is_meta:
             initialize(layer.lora, seed, prefix=f"{path}.lora.")
     return model
+
+
+class _Chosen(NamedTuple):
+    """A layer that gets an adapter, of the projections ``adapted`` of its ``parts``; ``apart`` as of ExpertLoRA."""
+
+    path: str
+    layer: Adaptable
+    parts: Parts
+    adapted: list[str]
+    apart: bool
+
+
+def _named_by(name: str, targets: Iterable[str]) -> set[str]:
+    """Returns the targets that are endings of a name."""
+    return {t for t in targets if f".{name}".endswith(f".{t}")}
+
+
+def _hits(names: ProjectionNames, path: str, layer: Adaptable, targets: set[str]) -> dict[str, set[str]]:
+    """Returns, by the name of each of a layer's projections, the targets that name it."""
+    if isinstance(layer, ParallelMoE):
+        return {
+            merged: ({leaf} & targets).union(*(_named_by(name, targets) for name in (merged, *projections)))
+            for leaf, (merged, projections) in names.experts(path).items()
+        }
+    return {
+        name: _named_by(name, targets) | ({path.rpartition(".")[2]} & targets)
+        for projections in names.parts(path, layer).values()
+        for _, name in projections
+    }
+
+
+def _are_apart(names: ProjectionNames, path: str, targets: Iterable[str]) -> bool:
+    """Returns whether targets name the projections of a layer's fc1; ValueError where they name one of the two."""
+    merged, projections = names.experts(path)["fc1"]
+    named = [name for name in projections if _named_by(name, targets)]
+    check(
+        len(named) in (0, len(projections)),
+        f"add_lora: {', '.join(projections)} are one parameter of experts, {merged}, and are adapted together, got"
+        f" {', '.join(named)} alone",
+    )
+    return bool(named)
 
 
 def merge_lora(model: nn.Module) -> nn.Module:
@@ -285,27 +333,20 @@ def trained_modules(base: Any) -> dict[str, nn.Module]:
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Adaptable, Adapter]]:
     """Yields (path, layer, its adapter) of every layer that has one."""
-    return ((path, layer, layer.lora) for path, layer in _linears(model) if layer.lora is not None)
+    return ((path, layer, layer.lora) for path, layer in _adaptables(model) if layer.lora is not None)
 
 
-def _linears(model: nn.Module) -> Iterator[tuple[str, Adaptable]]:
+def _adaptables(model: nn.Module) -> Iterator[tuple[str, Adaptable]]:
     return ((unwrapped_name(path), m) for path, m in base_of(model).named_modules() if isinstance(m, Adaptable))
 
 
-def _parts(base: Any, path: str, layer: Adaptable) -> Parts:
-    """Returns the projections of a layer's weights: one per Hugging Face tensor, or one per weight without names."""
-    leaves = [leaf for leaf, spec in layer.specs.items() if "bias" not in leaf]
-    sources = base.files.sources() if hasattr(base, "files") else {}
-    if f"{path}.{leaves[0]}" not in sources:
-        return {leaf: [(1, path)] for leaf in leaves}
-    named = lambda s: [base.files.hf_name(name).removesuffix(".weight") for name in s.names]
-    weight_sources = {leaf: sources[f"{path}.{leaf}"] for leaf in leaves}
-    return {leaf: list(zip(s.widths, named(s), strict=True)) for leaf, s in weight_sources.items()}
-
-
-def _layer_names(base: Any, layers: list[tuple[str, Adaptable]]) -> str:
-    ours = {path.rpartition(".")[2] for path, _ in layers}
+def _layer_names(names: ProjectionNames, layers: list[tuple[str, Adaptable]]) -> str:
+    ours = {path.rpartition(".")[2] for path, layer in layers if not isinstance(layer, ParallelMoE)}
+    ours |= {leaf for _, layer in layers if isinstance(layer, ParallelMoE) for leaf in EXPERT_WEIGHTS}
     leaves_in_files = {
-        name.rpartition(".")[2] for path, layer in layers for ps in _parts(base, path, layer).values() for _, name in ps
+        name.rpartition(".")[2]
+        for path, layer in layers
+        for projections in names.parts(path, layer).values()
+        for _, name in projections
     }
     return ", ".join(sorted(ours | leaves_in_files))

@@ -3,6 +3,8 @@
 x [m, D] -> router: k experts and weights a row -> rows to their ranks -> gated MLPs -> parts [k, m, D] -> sum [m, D]
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,17 +15,21 @@ from ..kernels.gemm.activation import GATED
 from ..kernels.norm import Recompute, reduce_bias_dropout_add_norm
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.op import acc_dtype
-from ..kernels.runtime.rules import check_rules, integer
+from ..kernels.runtime.rules import boolean, check_rules, integer, optional
 from ..parallel import TensorParallel
 from ..sequence_parallel import routed_experts
-from ..sequence_parallel.experts import RoutedParts
+from ..sequence_parallel.experts import NO_ADAPTERS, RoutedParts
+from ..sequence_parallel.shared_expert import SharedParts, SharedWeights
 from .balance import router_sums
 from .call import CALL, Call
 from .expert_ranks import ExpertGroup, expert_ranks
-from .module import ParallelModule, check_width, local
-from .shapes import INIT, Init, MoEShape
+from .linear import Adaptable
+from .module import check_width, local
+from .shapes import INIT, Init, MoEShape, check_shared
 
-_SIZES = dict.fromkeys(("hidden_size", "ffn_size", "num_experts"), integer())
+_RULES = dict.fromkeys(("hidden_size", "ffn_size", "num_experts"), integer()) | dict(
+    shared_size=optional(integer()), shared_gate=boolean
+)
 
 
 def _behind_a_graph(
@@ -41,7 +47,7 @@ def _prepare_graphs() -> None:
         _behind_a_graph = torch.compiler.disable(_behind_a_graph)
 
 
-class ParallelMoE(ParallelModule):
+class ParallelMoE(Adaptable):
     """Sums w_j expert_j(x) over the k experts that a router chooses for a row; no row is dropped.
 
     An expert is fc2 (act(gate) up) with (gate, up) = fc1 x: ``fc1`` [E, F, 2, D], gate and up side by side, and ``fc2``
@@ -51,10 +57,16 @@ class ParallelMoE(ParallelModule):
     :func:`tpfuse.balance_experts` sets, not an optimizer; a forward pass in training mode counts the rows that every
     expert has for it.
 
+    ``shared_size``: the width S of an expert that every row has beside those k, ``shared_fc1`` [S, 2, D] and
+    ``shared_fc2`` [D, S], split over ``tp`` as an MLP is.  ``shared_gate``: its output is multiplied by the sigmoid of
+    the row times ``shared_gate`` [1, D], as Qwen2-MoE has it (without: DeepSeek-V3, arXiv:2412.19437).
+
     Outputs and gradients of x and of the experts have the same bits at every R, with sequence parallelism and without;
     the router's gradient, a sum over ranks in fp32, agrees to rounding, and with ``tp.bitwise`` has the same bits too.
     (On CPUs with the same number of threads; on a GPU by tiles of one size.)  Without sequence parallelism a rank takes
     its share of the rows and the results are collected, rounded once more than with it (with ``tp.bitwise`` alike).
+    With a shared expert, whose output is a sum over ranks, outputs and gradients of x and of its weights agree to
+    rounding, and with ``tp.bitwise`` have the same bits.
 
     ``experts``: mesh["dp", "tp"], over whose ranks the experts are divided in place of those of ``tp``, so that R is
     their number; rows of all replicas travel over them, and every replica makes the same calls, of as many rows as it
@@ -80,6 +92,8 @@ class ParallelMoE(ParallelModule):
         tp: TensorParallel | None = None,
         experts: ExpertGroup | None = None,
         activation: str = "silu",
+        shared_size: int | None = None,
+        shared_gate: bool = False,
         init_std: float = 0.02,
         out_init_std: float | None = None,
         dtype: torch.dtype | None = None,
@@ -87,7 +101,10 @@ class ParallelMoE(ParallelModule):
     ):
         super().__init__(tp)
         self.experts = expert_ranks("ParallelMoE", experts, self.tp)
-        shape = MoEShape(hidden_size, ffn_size, num_experts, routing, activation=activation)
+        shape = MoEShape(
+            hidden_size, ffn_size, num_experts, routing, activation=activation, shared_size=shared_size,
+            shared_gate=shared_gate,
+        )  # fmt: skip
         self._build(shape, Init(init_std, out_init_std, dtype, device))
 
     @classmethod
@@ -101,19 +118,21 @@ class ParallelMoE(ParallelModule):
     ) -> "ParallelMoE":
         """Returns the layer of a shape, for a block that compares its calls itself."""
         layer = cls.__new__(cls)
-        ParallelModule.__init__(layer, tp)
+        Adaptable.__init__(layer, tp)
         layer.experts = layer.tp if experts is None else experts
         layer._build(shape, init)
         return layer
 
     def _build(self, shape: MoEShape, init: Init) -> None:
-        name, (D, width, E, routing, activation) = "ParallelMoE", shape
-        check_rules(name, shape._asdict(), _SIZES)
+        name, (D, width, E, routing, activation, S, gated) = "ParallelMoE", shape
+        check_rules(name, shape._asdict(), _RULES)
+        check_shared(name, S, shared_gate=gated, num_experts=E)
         check_routing(name, routing, E)
         gates = GATED.values()
         check(activation in gates, f"{name}: a gated activation must be one of {', '.join(gates)}, got {activation!r}")
         self.experts.divide(E, f"{name}: num_experts")
-        self.width, self.num_experts, self.routing, self.activation = D, E, routing, activation
+        self.shape, self.width, self.num_experts = shape, D, E
+        self.routing, self.activation = routing, activation
         dtype, device = init.dtype, init.device
         self.add_parameter("router", (E, D), None, init.std, dtype=dtype, device=device)
         self.add_parameter("fc1", (E, width, 2, D), 0, init.std, dtype=dtype, device=device)
@@ -122,6 +141,12 @@ class ParallelMoE(ParallelModule):
             wide = torch.promote_types(local(self.shard("router")).dtype, torch.float32)
             self.add_parameter("router_bias", (E,), None, "zeros", dtype=wide, device=device)
             self.router_bias.requires_grad_(False)
+        if S is not None:
+            self.tp.divide_leaves(S, f"{name}: shared_size")
+            self.add_parameter("shared_fc1", (S, 2, D), 0, init.std, dtype=dtype, device=device)
+            self.add_parameter("shared_fc2", (D, S), 1, init.out, dtype=dtype, device=device)
+        if gated:
+            self.add_parameter("shared_gate", (1, D), None, init.std, dtype=dtype, device=device)
         if self.experts.size > 1:
             _prepare_graphs()
         if not self.fc2.is_meta:  # a model compares its config
@@ -133,8 +158,14 @@ class ParallelMoE(ParallelModule):
 
     @property
     def copies(self) -> int:
-        """The number of gradients of n that come back unsummed: of k experts and the router."""
-        return 1 if self._rows_are_whole else self.routing.k + 1
+        """The number of gradients of n that come back unsummed: of k experts, the router and the shared expert."""
+        return 1 if self._rows_are_whole else self.routing.k + 1 + self._shared_parts.gradients
+
+    @property
+    def _shared_parts(self) -> SharedParts:
+        """What a shared expert adds."""
+        shape = self.shape
+        return SharedParts() if shape.shared_size is None else SharedParts.of(self.tp, gated=shape.shared_gate)
 
     @property
     def _rows_are_whole(self) -> bool:
@@ -142,8 +173,8 @@ class ParallelMoE(ParallelModule):
         return self.tp.size > self.tp.row_shards
 
     def parts(self, n: Tensor, recompute: Recompute | None = None, call: Call = CALL) -> Tensor:
-        """n [m, D] or expanded [copies, m, D] -> parts [k, m, D], to be summed over k (without sequence parallelism to
-        their sum, [1, M, D]).
+        """n [m, D] or expanded [copies, m, D] -> parts [k, m, D], to be summed over k, with a shared expert some more
+        (without sequence parallelism to their sum, [1, M, D]).
 
         ``recompute``: n is recomputed in backward, and rows are sent again unless ``call.keep``.  Rows beyond
         ``call.seq * call.batch`` are padding, which no expert sees.
@@ -163,12 +194,12 @@ class ParallelMoE(ParallelModule):
 
     def _run_at_once(self, n: Tensor, recompute: Recompute | None, call: Call) -> tuple[Tensor, RoutedParts, int]:
         if not self._rows_are_whole:
-            routed = self._counted(self._routed(n, n.shape[-2] * self.tp.size, recompute, call))
+            routed = self._routed(n, n.shape[-2] * self.tp.size, recompute, call)
             return routed.parts, routed, n.shape[-2]
         x = n[0] if n.dim() == 3 else n
         M = len(x)
         mine = split(F.pad(x, (0, 0, 0, -M % self.tp.all_leaves)), self.tp)
-        routed = self._counted(self._routed(mine, M, None, call))
+        routed = self._routed(mine, M, None, call)
         y = reduce_bias_dropout_add_norm(routed.parts, leaves=self.tp.leaves)[0]
         return collect(y, self.tp)[None, :M], routed, len(mine)
 
@@ -177,27 +208,41 @@ class ParallelMoE(ParallelModule):
         padding."""
         m, tp = n.shape[-2], self.tp
         valid = rows if call.seq is None else min(rows, call.seq * call.batch)
-        router = copy(local(self.shard("router")).to(acc_dtype(n)), tp)  # gradients of all ranks' rows are summed
-        return routed_experts(
+        adapter: Any = self.adapter
+        router = copy(self._router().to(acc_dtype(n)), tp)  # gradients of all ranks' rows are summed
+        routed = routed_experts(
             n, local(self.shard("fc1")), local(self.shard("fc2")), router, router_bias=self.choice_bias,
-            routing=self.routing, activation=self.activation, tp=tp, experts=self.experts,
+            routing=self.routing, activation=self.activation, tp=tp, experts=self.experts, shared=self._shared(),
             valid=max(0, min(m, valid - tp.rank * m)), recompute=recompute, keep=call.keep,
+            adapters=NO_ADAPTERS if adapter is None else adapter.pairs(),
         )  # fmt: skip
+        self._count(routed.chosen)
+        return routed
+
+    def _router(self) -> Tensor:
+        """Returns the router's weight, and behind it that of the shared expert's gate."""
+        router = local(self.shard("router"))
+        return torch.cat((router, local(self.shard("shared_gate")))) if self.shape.shared_gate else router
+
+    def _shared(self) -> SharedWeights | None:
+        if self.shape.shared_size is None:
+            return None
+        fc1, fc2 = (local(self.shard(name)) for name in ("shared_fc1", "shared_fc2"))
+        return SharedWeights(fc1, fc2, gated=self.shape.shared_gate)
 
     @property
     def choice_bias(self) -> Tensor | None:
         """What is added to a row's scores for the choice, [E]; None: nothing."""
         return local(self.shard("router_bias")) if self.routing.biased else None
 
-    def _counted(self, routed: RoutedParts) -> RoutedParts:
+    def _count(self, chosen: Tensor) -> None:
         """Counts each expert's rows, once: a pass that backward makes again counts nothing."""
         again = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
         if self.routing.biased and self.training and not again:
-            chosen = routed.chosen.flatten().long()
+            chosen = chosen.flatten().long()
             load = torch.zeros(self.num_experts, dtype=torch.int64, device=chosen.device)
             load.index_add_(0, chosen, torch.ones_like(chosen))
             self.load = load if self.load is None else self.load.to(load.device) + load
-        return routed
 
     def forward(
         self, x: Tensor, *, batch: int = 1, router_sums: bool = False, call: Call | None = None

@@ -51,18 +51,50 @@ class MoEShape(NamedTuple):
     num_experts: int
     routing: Routing
     activation: str = "silu"
+    shared_size: int | None = None  # width of an expert that every row has beside them; None: there is none
+    shared_gate: bool = False
+
+    @property
+    def router_rows(self) -> int:
+        """Rows of the router's weight, and of the gate's."""
+        return self.num_experts + self.shared_gate
+
+    @property
+    def shared_width(self) -> int:
+        """The shared expert's width; 0 without one."""
+        return self.shared_size or 0
 
     @property
     def columns(self) -> int:
         """Multiply-adds of a row's GEMMs, over hidden_size: of the router, and of the experts that it has."""
-        return self.num_experts + 3 * self.ffn_size * self.routing.k
+        return self.router_rows + 3 * (self.ffn_size * self.routing.k + self.shared_width)
 
 
-def mlp_or_experts(caller: str, mlp: MLPShape, num_experts: int | None, routing: Routing | None) -> MLPShape | MoEShape:
+def check_shared(caller: str, shared_size: int | None, *, shared_gate: bool, num_experts: int | None) -> None:
+    """Raises the ValueError of ``caller`` for a shared expert without others, and for a gate without one."""
+    check(
+        shared_size is None or num_experts is not None,
+        f"{caller}: shared_size={shared_size} needs num_experts, got None",
+    )
+    check(
+        not shared_gate or shared_size is not None, f"{caller}: shared_gate={shared_gate} needs shared_size, got None"
+    )
+
+
+def mlp_or_experts(
+    caller: str,
+    mlp: MLPShape,
+    num_experts: int | None,
+    routing: Routing | None,
+    *,
+    shared_size: int | None = None,
+    shared_gate: bool = False,
+) -> MLPShape | MoEShape:
     """Returns ``mlp``, or with ``num_experts`` the shape of so many experts like it.
 
     ValueError of ``caller`` for experts that are not built.
     """
+    check_shared(caller, shared_size, shared_gate=shared_gate, num_experts=num_experts)
     if num_experts is None:
         check(routing is None, f"{caller}: routing={routing} needs num_experts, got None")
         return mlp
@@ -71,7 +103,10 @@ def mlp_or_experts(caller: str, mlp: MLPShape, num_experts: int | None, routing:
     check(mlp.gated, f"{caller}: experts must be gated, got gated={mlp.gated} with num_experts={num_experts}")
     check(not mlp.bias, f"{caller}: experts have no bias, got mlp_bias={mlp.bias} with num_experts={num_experts}")
     check_routing(caller, routing, num_experts)
-    return MoEShape(mlp.hidden_size, mlp.ffn_size, num_experts, routing, activation=mlp.activation)
+    return MoEShape(
+        mlp.hidden_size, mlp.ffn_size, num_experts, routing, activation=mlp.activation, shared_size=shared_size,
+        shared_gate=shared_gate,
+    )  # fmt: skip
 
 
 class NormShape(NamedTuple):

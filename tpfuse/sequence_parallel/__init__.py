@@ -14,6 +14,7 @@ overlap/       the opaque ops of the two forms that overlap
 records        what the forms of an op take and give; a weight's gradient as a unit of work
 routes         rows to the ranks of their experts, and results back
 row_linear     row-parallel linear without its sum
+shared_expert  an expert that every row has
 """
 
 from .attention import gather_attention_exchange

@@ -8,7 +8,7 @@ returns no gradient.  If backward defers the gradients of weights (kernels/runti
 in a store and returns (None, None).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -246,15 +246,27 @@ class WantedGrads(NamedTuple):
 
         ``inputs``: the names of forward's inputs after x.  ``bias``: the dtype of the bias.
         """
-        deferral: Later | None = ctx.deferral
+        return WantedGrads.of_pair(inputs, ctx.needs_input_grad[1:], ctx.deferral, ctx.mains, bias=bias)
+
+    @staticmethod
+    def of_pair(
+        inputs: tuple[str, ...],
+        needs: Sequence[bool],
+        deferral: Later | None,
+        mains: tuple[Main | None, ...] | None,
+        *,
+        bias: torch.dtype | None = None,
+    ) -> "WantedGrads":
+        """Returns those of one pair of weights among several: which of ``inputs`` need one, where they are deferred and
+        added to."""
         if deferral is None:
-            wanted = {name for name, need in zip(inputs, ctx.needs_input_grad[1:], strict=False) if need}
+            wanted = {name for name, need in zip(inputs, needs, strict=False) if need}
         else:
             wanted = set(filter(deferral.needs_gradient, inputs))
         grads = WantedGrads("weight" in wanted, bias if "bias" in wanted else None, "out_weight" in wanted)
         if deferral is not None:
             return grads._replace(run=_deferring(deferral))
-        return grads if ctx.mains is None else grads._added(*ctx.mains)
+        return grads if mains is None else grads._added(*mains)
 
     def _added(self, weight: Main | None, out_weight: Main | None) -> "WantedGrads":
         """Returns these gradients, added to the totals of the weights that have one."""

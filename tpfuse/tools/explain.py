@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from ..kernels.runtime.errors import check
 from ..layers import (
     ColumnParallelLinear,
-    MoEShape,
     ParallelAttention,
     ParallelMLP,
     ParallelMoE,
@@ -208,16 +207,14 @@ def _experts(experts: _ExpertMessages, rows: int | None, dtype: torch.dtype) -> 
     counted."""
     name, layer = experts
     tp, k, weight = layer.tp, layer.routing.k, tuple(experts.weight.shape)
-    several = f"{k} of {layer.num_experts} experts a row: exchanges of uneven parts, nothing overlaps"
+    shared = "" if layer.shape.shared_size is None else f" and a shared one of width {layer.shape.shared_size}"
+    several = f"{k} of {layer.num_experts} experts a row{shared}: exchanges of uneven parts, nothing overlaps"
     replicas = layer.experts.replicas
     several += f", over {replicas} replicas" * (replicas > 1)
     reason, bytes, messages = several if layer.experts.size > 1 else "one rank: no messages", None, None
     if rows is not None and replicas == 1:
-        m, shape = (
-            (rows + -rows % tp.all_leaves) // tp.size,
-            MoEShape(layer.width, weight[1] // 2, layer.num_experts, layer.routing),
-        )
-        sizes, collected = ExpertSizes(shape, m, tp.size, dtype.itemsize), 2 * (tp.size > tp.row_shards) * (tp.size - 1)
+        m, collected = (rows + -rows % tp.all_leaves) // tp.size, 2 * (tp.size > tp.row_shards) * (tp.size - 1)
+        sizes = ExpertSizes(layer.shape, m, tp.size, dtype.itemsize)
         bytes = round(sizes.wire()) + collected * m * layer.width * dtype.itemsize
         messages = sizes.messages() + collected
     return Path(name, "routed_experts", "plain", weight, rows=rows, bytes=bytes, messages=messages, reason=reason)

@@ -51,6 +51,7 @@ SAMPLES = [
     (experts_up, (X, ROWS, W1, "swiglu")),
     (experts_up, (torch.randn(N, D).bfloat16(), SORTED, W1.bfloat16(), "geglu")),
     (experts_down, (A, PLACES, W2, G, N)),
+    (experts_down, (A, PLACES, W2, G, N, 0, 4)),
     (experts_down, (A, ExpertRows(PLACES.row_index + 3, ORDER.offsets), W2, G, N + 5)),
     (experts_dact, (X, ROWS, W2, Z, G, "swiglu")),
     (experts_dact, (torch.randn(N, D), SORTED, W2, Z, G, "geglu_tanh")),

@@ -43,9 +43,11 @@ def calls(M, D, F, E, k, kind, dtype=FP32, activation="swiglu"):
     g = torch.rand(n, device=DEVICE)
     farther = ExpertRows(places.row_index + 2, order.offsets)
     yield from ((experts_up, (x, rows, w1, activation)), (experts_up, (arrived, in_order, w1, activation)))
-    yield from ((experts_down, (a, places, w2, g, n)), (experts_down, (a, farther, w2, g, n + 3)))
+    yield from ((experts_down, (a, places, w2, g, n)), (experts_down, (a, farther, w2, g, n + 3, 0, 2)))
     yield from ((experts_dact, (t, r, w2, z, g, activation)) for t, r in ((x, rows), (arrived, in_order)))
     yield from ((experts_dx, (z, places, w1, n, 0)), (experts_dx, (z, farther, w1, n + 3, 0)))
+    thin = random(E, 3, D, dtype=dtype)  # an adapter's
+    yield from ((experts_down, (arrived, in_order, thin, None, n)), (experts_dx, (z, in_order, w1, n, 0)))
     yield experts_wgrad, (Sides(z, x, order.offsets, x_index=rows.row_index), dtype)
     yield experts_wgrad, (Sides(x, a, order.offsets, rows.row_index), FP32)
 

@@ -31,6 +31,7 @@ SIZES |= dict(max_position_embeddings=24, num_key_value_heads=2, pad_token_id=0,
 SIZES |= dict(sliding_window=5, max_window_layers=1, head_dim=24, local_attention=6, query_pre_attn_scalar=7)
 SIZES |= dict(cls_token_id=1, sep_token_id=2, type_vocab_size=2)
 SIZES |= dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=12)
+SIZES |= dict(shared_expert_intermediate_size=16)
 NAMES = {"gpt2": dict(num_hidden_layers="n_layer", hidden_size="n_embd", num_attention_heads="n_head")}
 NAMES["gpt2"] |= dict(max_position_embeddings="n_positions", intermediate_size="n_inner")
 NAMES["distilbert"] = dict(num_hidden_layers="n_layers", hidden_size="dim", num_attention_heads="n_heads")
@@ -290,11 +291,14 @@ REFUSED = {
     "got (null|None)$": "a null that no layer reads",
     "(has|have) \\d+ rotary columns|0 rotary columns": "heads too narrow to rotate",
     "layer_types must be": "other names of full attention",
+    "qwen2_moe: .*layer_types has sliding_attention": "windows of no width",
 }
 # Words of a refusal by transformers alone -> why tpfuse reads it.
 READ = {
     "multiple of the number of attention heads": "head_dim says the width of a head",
     "head_dim .*\\(null\\)": "null is the usual width",
+    "num_key_value_heads null": "null is the usual number",
+    "use_sliding_window .*Could not find a .sliding_window.": "no width of a window that no layer has",
     "pad_token_id .*Padding_idx": "a padding token that no text has",
 }
 

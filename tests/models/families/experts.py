@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+from transformers import MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 from tests.models.families.test_llama_like import LLAMA3, ROPE, SIZES, oracle
 
@@ -37,6 +37,12 @@ FAMILIES = {
         QWEN
         | dict(num_experts=8, num_experts_per_tok=3, decoder_sparse_step=2, mlp_only_layers=[3, 9], num_hidden_layers=4)
         | dict(tie_word_embeddings=True, attention_bias=True),
+    ),
+    "qwen2_moe": Family(  # layers 0 and 2 of 3 with a window, 0 and 1 with experts
+        Qwen2MoeConfig,
+        dict(moe_intermediate_size=12, shared_expert_intermediate_size=20, rope_parameters=ROPE, num_experts=4)
+        | dict(use_sliding_window=True, sliding_window=4, max_window_layers=3, mlp_only_layers=[2])
+        | dict(num_hidden_layers=3),
     ),
     "olmoe": Family(OlmoeConfig, dict(num_experts=8, rope_parameters=LLAMA3)),
     "olmoe-normed": Family(

@@ -1,5 +1,5 @@
-"""Qwen3-MoE and OLMoE against transformers in fp64: logits, loss and gradients at 1, 2 and 4 ranks, files of both
-layouts, tokens."""
+"""Qwen2-MoE, Qwen3-MoE and OLMoE against transformers in fp64: logits, loss and gradients at 1, 2 and 4 ranks, files of
+both layouts, tokens."""
 
 import functools
 import re
@@ -61,12 +61,28 @@ def test_values_and_gradients_are_those_of_transformers(ranks, saved, name, R, s
     ("qwen3_moe", dict(renormalize=False)),
     ("qwen3_moe", dict(window=None)),
     ("qwen3_moe-mixed", dict(renormalize=True)),
+    ("qwen2_moe", dict(renormalize=True)),
+    ("qwen2_moe", dict(layer_types=("sliding_attention",) * 3)),
     ("olmoe", dict(renormalize=True)),
     ("olmoe", dict(experts_per_token=3)),
 ])  # fmt: skip
 def test_what_is_not_trivial_shows(saved, name, change):
     model, path = saved(name)
     assert change_of_loss(path, batch(model.config), **change) > 1e-4
+
+
+def open_gate(right, x, w, bias, routing):
+    weights, *others = right(x, w, bias, routing)
+    return torch.ones_like(weights), *others
+
+
+def test_a_gate_that_is_left_open_shows(saved, planted):
+    model, path = saved("qwen2_moe")
+    call = batch(model.config)
+    ours = GPT.from_pretrained(path, dtype=F64)
+    right = ours(**call).loss
+    planted("tpfuse.sequence_parallel.shared_expert.router_fwd", open_gate)
+    assert abs(ours(**call).loss - right) > 1e-4
 
 
 def test_a_layers_mlp_is_data_of_the_config():
@@ -124,10 +140,11 @@ def test_a_config_is_written_and_read_again(name):
     assert replace(GPTConfig.from_hf(config.to_hf()), head_width=config.head_width) == config
     for key in ("num_experts", "num_experts_per_tok", "norm_topk_prob", "intermediate_size", "sliding_window"):
         assert getattr(their, key, None) == getattr(theirs, key, None)
-    assert getattr(their, "moe_intermediate_size", None) == getattr(theirs, "moe_intermediate_size", None)
+    for key in ("moe_intermediate_size", "shared_expert_intermediate_size", "layer_types", "qkv_bias"):
+        assert getattr(their, key, None) == getattr(theirs, key, None)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe-mixed", "olmoe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe-mixed", "olmoe"])
 def test_merged_tensors_are_read_too(ranks, tmp_path, name):
     """All experts in one tensor, as transformers has them in memory."""
     model = theirs(name)
@@ -219,10 +236,11 @@ def over_stages(world, paths, call):
     return found
 
 
-def test_stages_of_a_pipeline(ranks, saved, tmp_path):
+@pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_moe-mixed"])
+def test_stages_of_a_pipeline(ranks, saved, tmp_path, name):
     """A stage reads its own layers of either layout, and takes no notice of the others' experts and MLPs."""
-    model, path = saved("qwen3_moe-mixed")
-    merged = spoiled(path, tmp_path, lambda stored: merge(stored, 8))
+    model, path = saved(name)
+    merged = spoiled(path, tmp_path, lambda stored: merge(stored, model.config.num_experts))
     call = batch(model.config)
     exact = of_transformers(model, call)["loss"]
     for found in ranks(2, over_stages, (path, merged), call):
@@ -233,10 +251,11 @@ def test_stages_of_a_pipeline(ranks, saved, tmp_path):
 COMPOSED = {"recompute": dict(recompute="full"), "smallest": dict(saving="smallest")}
 
 
+@pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_moe-mixed"])
 @pytest.mark.parametrize("options", COMPOSED.values(), ids=COMPOSED)
-def test_layers_of_both_kinds_composed(ranks, options):
+def test_layers_of_both_kinds_composed(ranks, name, options):
     """MLPs around experts on two ranks, with dropout: as on one rank without."""
-    config = replace(GPTConfig.from_hf(their_config("qwen3_moe-mixed").to_dict()), attention_dropout=0.1)
+    config = replace(GPTConfig.from_hf(their_config(name).to_dict()), attention_dropout=0.1)
     call = dict(batch(config), step=3, first_sample=0)
     one = run(None, GPT, config, call)
     for found in ranks(2, run, GPT, config, call, True, F64, options):
@@ -265,6 +284,7 @@ def test_tokens_are_those_of_transformers(ranks, saved, name, R):
 @pytest.mark.parametrize("name, change, message", [
     ("olmoe", dict(clip_qkv=8.0), "clip_qkv=8.0 is not built; only None is"),
     ("olmoe", dict(head_dim=10), "head_dim=10 is not built; only 6 is"),
+    ("qwen2_moe", dict(shared_expert_intermediate_size=0), "shared_size must be a positive integer"),
     ("qwen3_moe", dict(norm_topk_prob="yes"), "renormalize must be true or false, got 'yes' as norm_topk_prob"),
     ("qwen3_moe", dict(moe_intermediate_size=0), "expert_size must be a positive integer"),
     ("qwen3_moe", dict(decoder_sparse_step=0), "decoder_sparse_step must be a positive integer, got 0"),
@@ -284,6 +304,9 @@ SPARSE = DENSE | dict(num_experts=4, experts_per_token=2, gated=True, mlp_bias=F
 @pytest.mark.parametrize("change, message", [
     (DENSE | dict(expert_size=4), "expert_size is of models with experts, got 4 without"),
     (DENSE | dict(renormalize=False), "renormalize is of models with experts, got False without"),
+    (DENSE | dict(shared_size=4), "shared_size=4 needs num_experts, got None"),
+    (SPARSE | dict(shared_gate=True), "shared_gate=True needs shared_size, got None"),
+    (SPARSE | dict(shared_size=1 << 30, hidden_size=1 << 20), "a weight of shared_size=1073741824 x 2 x 1048576 is"),
     (DENSE | dict(mlp_layers=(1,)), "mlp_layers is of models with experts, got (1,) without"),
     (SPARSE | dict(num_experts=1 << 18), "2 layers of num_experts=262144 are more than 262144 experts"),
     (SPARSE | dict(expert_size=1 << 30, hidden_size=1 << 20), "a weight of 4 experts of 2251799813685248 elements"),
@@ -299,6 +322,8 @@ def test_fields_that_are_refused(change, message):
     ("olmoe", dict(mlp_layers=(1,)), "a olmoe model of transformers has mlp_layers=(), got (1,)"),
     ("olmoe", dict(expert_size=8), "a olmoe model of transformers has expert_size=None, got 8"),
     ("olmoe", dict(head_width=10), "a olmoe model of transformers has head_size=6, got 10"),
+    ("olmoe", dict(shared_size=8), "a olmoe model of transformers has shared_size=None, got 8"),
+    ("qwen2_moe", dict(shared_gate=False), "a qwen2_moe model of transformers has shared_gate=True, got False"),
     ("qwen3_moe", dict(layer_types=("full_attention", "sliding_attention")), "has one window for all layers"),
 ])  # fmt: skip
 def test_what_a_family_cannot_write(name, change, message):

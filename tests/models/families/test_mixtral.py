@@ -17,7 +17,6 @@ from tests.models.families.experts import an_expert_a_tensor, tensors, theirs
 from tests.models.families.test_llama_like import ROPE, SIZES
 from tests.routing import routed, to_the_first
 from tpfuse import TensorParallel, data_parallel
-from tpfuse.layers.lora import TARGETS
 from tpfuse.models import GPT, GPTConfig
 from tpfuse.models.files.write import whole_tensors
 from tpfuse.training.checkpoint import load_checkpoint, save_checkpoint
@@ -254,11 +253,3 @@ def test_checkpoints_at_other_sizes(ranks, saved, tmp_path):
         for found, again, later in ranks(R, resharded, str(path), tmp_path, False):
             assert all(torch.equal(found[name], weights[name]) for name in weights)
             assert abs(again - loss) < 1e-12 and max(error(later[name], after[name]) for name in after) < 1e-9
-
-
-def test_adapters_of_experts_are_refused(saved):
-    """They are for linear layers; a name of an expert's is an error that lists those that there are."""
-    model = GPT.from_pretrained(saved[1], dtype=F64)
-    for targets in (("w1",), ("q_proj", "experts.0.w2"), TARGETS):
-        with pytest.raises(ValueError, match="add_lora: no layer is called .*; adapters of experts are not built"):
-            tpfuse.add_lora(model, rank=2, alpha=2.0, targets=targets)

@@ -46,6 +46,7 @@ EXPERTS = replace(LLAMA, num_experts=4, experts_per_token=2, qkv_bias=False, out
 CONFIGS |= {
     "experts": EXPERTS,
     "experts between norms": replace(EXPERTS, branch_norm=True, activation="gelu_tanh"),
+    "a shared expert": replace(EXPERTS, shared_size=12, shared_gate=True, renormalize=False),
 }
 NEW = 4
 PADDED = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7, [0, 0, 0, 0, 0, 0, 1]]).bool()

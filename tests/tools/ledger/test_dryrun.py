@@ -31,7 +31,7 @@ SMALL = GPTConfig(**SIZES)
 EXPERTS = GPTConfig(
     **SIZES, family="mixtral", norm="rms", gated=True, activation="silu", ffn_size=40, num_kv_heads=4,
     tie_embeddings=False, qkv_bias=False, out_bias=False, mlp_bias=False, rope=dict(rope_theta=1e4),
-    num_experts=4, experts_per_token=2,
+    num_experts=4, experts_per_token=2, shared_size=24, shared_gate=True,
 )  # fmt: skip
 
 

@@ -133,12 +133,22 @@ def test_norms_of_branches_and_of_heads(form, ranks, sequence_parallel):
 @pytest.mark.parametrize(
     "ranks, sequence_parallel, imbalance", [(1, True, 1), (4, True, 1), (4, True, 2.5), (4, False, 1)]
 )
-@pytest.mark.parametrize("form", ["alone", "beside", "in place"])
+@pytest.mark.parametrize("form", ["alone", "beside", "in place", "shared"])
 def test_experts(form, ranks, sequence_parallel, imbalance, saving):
     """Saved bytes in a block, and parameters."""
-    wired = {"alone": {}, "beside": dict(parallel_residual=True), "in place": BRANCHES["in place"]}[form]
+    shared = dict(shared_size=640, shared_gate=True)
+    wired = {"beside": dict(parallel_residual=True), "in place": BRANCHES["in place"], "shared": shared}.get(form, {})
     plain = dict(qkv_bias=False, out_bias=False, mlp_bias=False, rope=ROPE, ffn_size=512)
-    model = config(norm="rms", gated=True, activation="silu", num_experts=8, experts_per_token=2, **plain, **wired)
+    model = config(
+        norm="rms",
+        gated=True,
+        activation="silu",
+        num_experts=8,
+        experts_per_token=2,
+        router_bias=form == "beside",
+        **plain,
+        **wired,
+    )
     plan = Plan(ranks, 1, 512, BATCH, sequence_parallel, saving, imbalance=imbalance)
     expected, measured = compared(model, plan)
     vectors = 6 * WIDTH * 4  # of norms, in fp32

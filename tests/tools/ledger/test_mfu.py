@@ -45,6 +45,9 @@ def test_model_flops_of_experts_are_those_that_run():
     dense = replace(SMALL, gated=True, activation="silu", mlp_bias=False, ffn_size=2 * 48)
     routers = 6 * 3 * 2 * 128 * 64 * 8
     assert model_flops(model, 128, 2) == model_flops(dense, 128, 2) + routers  # of two experts, one twice as wide
+    shared = replace(SMALL, **experts, shared_size=40, shared_gate=True)
+    more = run(shared, Plan(seq=128, micro_batch=2, dtype=torch.float32)).work.gemm_flops - done.work.gemm_flops
+    assert more == model_flops(shared, 128, 2) - model_flops(model, 128, 2)
 
 
 def test_recompute_has_a_name():

@@ -36,6 +36,8 @@ MODELS = {
         ffn_size=64,
         num_experts=8,
         experts_per_token=2,
+        shared_size=96,
+        shared_gate=True,
         tie_embeddings=False,
     ),  # fmt: skip
     "windows": GPTConfig(

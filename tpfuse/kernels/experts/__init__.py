@@ -3,6 +3,7 @@
 cost            what its kernels move and compute
 cpu             GEMMs of experts on a CPU
 grouped         GEMMs of experts over rows sorted by expert: ops, autograd
+low_rank        adapters beside the weights of experts
 records         how experts are chosen; rows sorted by expert
 reference       GEMMs of experts in plain torch
 router          which experts a row goes to, and with which weights: reference, autograd

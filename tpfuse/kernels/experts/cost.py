@@ -25,7 +25,7 @@ def experts_up_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
 
 
 def experts_down_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
-    """A y with rows that no place names is filled with 0 first."""
+    """A y with rows that no place names is filled with 0 first; the ``room`` behind is too."""
     (a, _, w2, _, count, *_), (y,) = args, outputs
     cost = least(args, outputs)._replace(flops=2 * a.numel() * w2.shape[1])
     return cost if len(a) == count else cost._replace(written=cost.written + len(a) * moved(y[:1]))

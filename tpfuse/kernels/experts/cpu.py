@@ -6,6 +6,7 @@ cache line; where it does not the reference is taken.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..gemm.runs import gradient_of, value_of
@@ -41,11 +42,12 @@ def _multiply(x: Tensor, matrices: Tensor, offsets: Tensor, y: Tensor) -> Tensor
     return y
 
 
-def _placed(x: Tensor, rows: ExpertRows, count: int) -> Tensor:
-    """x [n, D] sorted by expert -> [count, D], each row at its place and the others 0."""
+def _placed(x: Tensor, rows: ExpertRows, count: int, room: int) -> Tensor:
+    """x [n, D] sorted by expert -> [count + room, D], each row at its place and the others 0."""
     if rows.row_index is None:
-        return x
-    y = x.new_empty(count, x.shape[1]) if len(x) == count else x.new_zeros(count, x.shape[1])
+        return F.pad(x, (0, 0, 0, count + room - len(x)))
+    y = x.new_empty(count + room, x.shape[1])
+    y[count if len(x) == count else 0 :] = 0
     return y.index_copy_(0, rows.row_index, x)
 
 
@@ -60,14 +62,17 @@ def experts_up_cpu(x: Tensor, rows: ExpertRows, w1: Tensor, activation: str, til
 
 
 @torch.no_grad()
-def experts_down_cpu(a: Tensor, rows: ExpertRows, w2: Tensor, weights: Tensor, count: int, tile: int = 0) -> Tensor:
+def experts_down_cpu(
+    a: Tensor, rows: ExpertRows, w2: Tensor, weights: Tensor | None, count: int, tile: int = 0, room: int = 0
+) -> Tensor:
     y = a.new_empty(len(a), w2.shape[1])
     if tile or not _begin_lines(a, y, w2):
-        return experts_down_ref(a, rows, w2, weights, count=count, tile=tile)
+        return experts_down_ref(a, rows, w2, weights, count=count, tile=tile, room=room)
     _multiply(a, w2.mT, rows.offsets, y)
-    for i, j in row_blocks(*y.shape):
-        y[i:j] = y[i:j] * weights[i:j, None]
-    return _placed(y, rows, count)
+    if weights is not None:
+        for i, j in row_blocks(*y.shape):
+            y[i:j] = y[i:j] * weights[i:j, None]
+    return _placed(y, rows, count, room)
 
 
 @torch.no_grad()
@@ -93,10 +98,10 @@ def experts_dact_cpu(
 @torch.no_grad()
 def experts_dx_cpu(dz: Tensor, rows: ExpertRows, w1: Tensor, count: int, room: int) -> Tensor:
     dx = dz.new_empty(len(dz), w1.shape[2])
-    if rows.row_index is None or not _begin_lines(dz, dx, w1):
+    if not _begin_lines(dz, dx, w1):
         return experts_dx_ref(dz, rows, w1, count, room=room)
     _multiply(dz, w1, rows.offsets, dx)
-    return _placed(dx, rows, count + room)
+    return _placed(dx, rows, count, room)
 
 
 @torch.no_grad()

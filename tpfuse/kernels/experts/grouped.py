@@ -78,7 +78,7 @@ experts_down = op(
     kind=GEMM,
     cpu=experts_down_cpu,
     launch=experts_down_launch,
-    fake=lambda a, rows, w2, weights, count, tile=0: a.new_empty(count, w2.shape[1]),
+    fake=lambda a, rows, w2, weights, count, tile=0, room=0: a.new_empty(count + room, w2.shape[1]),
     cost=experts_down_cost,
 )
 experts_dact = op(

@@ -58,15 +58,19 @@ def experts_up_ref(x: Tensor, rows: ExpertRows, w1: Tensor, activation: str, til
     return z, a
 
 
-def experts_down_ref(a: Tensor, rows: ExpertRows, w2: Tensor, weights: Tensor, count: int, tile: int = 0) -> Tensor:
-    """a [n, F], weights [n] -> y [count, D], whose row ``rows.row_index[i]`` is that of place i; others are 0.
+def experts_down_ref(
+    a: Tensor, rows: ExpertRows, w2: Tensor, weights: Tensor | None, count: int, tile: int = 0, room: int = 0
+) -> Tensor:
+    """a [n, F], weights [n], None for 1 -> y [count + room, D], whose row ``rows.row_index[i]`` is that of place i, and
+    others 0.
 
-    ``tile`` as of experts_up.
+    ``tile`` as of experts_up; ``room`` is for results of the same rows that come from elsewhere.
     """
-    y = a.new_zeros(count, w2.shape[1])
+    y = a.new_zeros(count + room, w2.shape[1])
     for e, places in _experts_with_rows(rows.offsets):
         product = _product(_rows(a, None, places), _weight(w2, e), tile)
-        y[_destinations(rows, places)] = (product * weights[places, None]).to(y.dtype)
+        weighted = product if weights is None else product * weights[places, None]
+        y[_destinations(rows, places)] = weighted.to(y.dtype)
     return y
 
 

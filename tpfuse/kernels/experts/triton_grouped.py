@@ -299,18 +299,22 @@ def _down(x: Tensor, rows: ExpertRows, w: Tensor, weights: Tensor | None, y: Ten
     return y
 
 
-def experts_down_launch(a: Tensor, rows: ExpertRows, w2: Tensor, weights: Tensor, count: int, tile: int = 0) -> Tensor:
+def _with_room(like: Tensor, D: int, count: int, room: int) -> Tensor:
+    """Returns [count + room, D] for as many rows as ``like`` has among the first ``count``: 0 where none will stand."""
+    y = like.new_empty(count + room, D)
+    y[count if len(like) == count else 0 :].zero_()
+    return y
+
+
+def experts_down_launch(
+    a: Tensor, rows: ExpertRows, w2: Tensor, weights: Tensor | None, count: int, tile: int = 0, room: int = 0
+) -> Tensor:
     """Runs the kernel, whose tiles have one size whatever ``tile`` is."""
-    n, D = len(a), w2.shape[1]
-    y = a.new_empty(count, D) if n == count else a.new_zeros(count, D)
-    return _down(a, rows, w2, weights, y=y, nt=True)
+    return _down(a, rows, w2, weights, y=_with_room(a, w2.shape[1], count, room=room), nt=True)
 
 
 def experts_dx_launch(dz: Tensor, rows: ExpertRows, w1: Tensor, count: int, room: int) -> Tensor:
-    n, D = len(dz), w1.shape[2]
-    dx = dz.new_empty(count + room, D)
-    dx[count if n == count else 0 :].zero_()
-    return _down(dz, rows, w1, None, y=dx, nt=False)
+    return _down(dz, rows, w1, None, y=_with_room(dz, w1.shape[2], count, room=room), nt=False)
 
 
 def experts_dact_launch(

@@ -49,6 +49,8 @@ class GPTConfig(ModelConfig):
     num_experts: int | None = None  # gated MLPs in place of each one; None: there is one
     experts_per_token: int | None = None
     expert_size: int | None = None  # their width; None: ffn_size
+    shared_size: int | None = None  # width of an expert that every token has beside them; None: there is none
+    shared_gate: bool = False  # its output is multiplied by a sigmoid of the token
     renormalize: bool = True  # a token's weights of its experts are divided by their sum
     router_bias: bool = False  # a bias decides the choice of experts too, which tpfuse.balance_experts sets
     mlp_layers: tuple[int, ...] = ()  # layers with an MLP where all others have experts
@@ -89,6 +91,10 @@ class GPTConfig(ModelConfig):
         check(
             experts * elements <= MAX_WEIGHT,
             f"GPTConfig: a weight of {experts} experts of {elements} elements is more than {MAX_WEIGHT}",
+        )
+        check(
+            2 * (self.shared_size or 0) * self.hidden_size <= MAX_WEIGHT,
+            f"GPTConfig: a weight of shared_size={self.shared_size} x 2 x {self.hidden_size} is more than {MAX_WEIGHT}",
         )
         check(
             set(self.mlp_layers) <= set(range(self.num_layers)),
@@ -132,7 +138,9 @@ class GPTConfig(ModelConfig):
         mlp = MLPShape(self.hidden_size, self.expert_width, self.activation, self.gated, bias=self.mlp_bias)
         k = self.experts_per_token
         routing = None if k is None else Routing(k, renormalize=self.renormalize, biased=self.router_bias)
-        return mlp_or_experts("GPTConfig", mlp, self.num_experts, routing)
+        return mlp_or_experts(
+            "GPTConfig", mlp, self.num_experts, routing, shared_size=self.shared_size, shared_gate=self.shared_gate
+        )
 
     @property
     def wiring(self) -> str:
@@ -226,7 +234,8 @@ class GPTConfig(ModelConfig):
         if family.windows == WINDOWED_LAYERS:
             types = [FULL if w is None else SLIDING for w in self.windows]
             config |= dict(use_sliding_window=self.window is not None, sliding_window=self.window, layer_types=types)
-            config["max_window_layers"] = types.index(SLIDING) if SLIDING in types else self.num_layers
+            if not family.windows_first:
+                config["max_window_layers"] = types.index(SLIDING) if SLIDING in types else self.num_layers
         elif family.windows == NO_WINDOW and self.window is not None:
             raise ValueError(
                 f"GPTConfig: a {self.family} model of transformers has no sliding window, got window={self.window}"

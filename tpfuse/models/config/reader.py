@@ -86,9 +86,12 @@ class Reader:
 
     def windows(self, layers: int) -> dict[str, Any]:
         """Returns the window, and which layers have it."""
-        window = self.window()
-        full = layers if window is None else self.config["max_window_layers"]
-        types = self._layer_types([SLIDING if i >= full else FULL for i in range(layers)])
+        window, bound = self.window(), self.config["max_window_layers"]
+        some = range(bound, layers) if window is not None else range(0)
+        if self.family.windows_first:
+            window = window or None  # transformers writes 0 for none
+            some = range(0, bound, 2) if self.config["use_sliding_window"] else range(0)
+        types = self._layer_types([SLIDING if i in some else FULL for i in range(layers)])
         return dict(window=window, layer_types=None if window is None and types == (FULL,) * layers else types)
 
     def _layer_types(self, usual: list[str]) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ modernbert     ModernBERT
 names          building blocks for the names of parameters in a file
 olmo           OLMo 2 and OLMoE
 phi3           Phi-3 and Phi-4-mini
-qwen           Qwen 2, Qwen 3 and Qwen3-MoE
+qwen           Qwen 2, Qwen 3, Qwen2-MoE and Qwen3-MoE
 roberta        RoBERTa, XLM-RoBERTa and CamemBERT
 starcoder2     StarCoder2
 """
@@ -49,7 +49,7 @@ from .mixtral import MIXTRAL
 from .modernbert import MODERNBERT
 from .olmo import OLMO2, OLMOE
 from .phi3 import PHI3
-from .qwen import QWEN2, QWEN3, QWEN3_MOE
+from .qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from .roberta import CAMEMBERT, ROBERTA, XLM_ROBERTA
 from .starcoder2 import STARCODER2
 
@@ -71,6 +71,7 @@ _ENTRIES = {
     "olmo2": OLMO2,
     "olmoe": OLMOE,
     "qwen2": QWEN2,
+    "qwen2_moe": QWEN2_MOE,
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
     "bert": BERT,

@@ -102,6 +102,7 @@ class Family(NamedTuple):
     causal: bool = True
     rotary: bool = False
     windows: str = NO_WINDOW
+    windows_first: bool = False  # windowed layers are every second of the first ones, not all of the last
     full_every: int = 0  # of patterned layers, which have no window: every so-many-th
     full_first: bool = False  # the first of so many layers, not the last
     pattern_key: str | None = None  # of config.json, which may say another number

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..files.source import Source
 from .family import KEYS, NO_WINDOW, USUAL, Family, RotaryKeys
-from .names import Modules, NamingConfig, experts, flat, gate_up, linear, norm, qkv, table
+from .names import Modules, NamingConfig, experts, flat, gate_up, linear, norm, qkv, shared_expert, table
 
 
 def llama_sources(config: NamingConfig) -> dict[str, Source]:
@@ -29,6 +29,13 @@ def expert_sources(
         for i in range(config.num_layers)
     }
     return llama_sources(config) | flat(mixtures)
+
+
+def shared_expert_sources(config: NamingConfig) -> dict[str, Source]:
+    """Experts, and beside them one that every token has."""
+    layers = range(config.num_layers)
+    shared = {f"blocks.{i}.mlp": shared_expert(f"layers.{i}.mlp.shared_expert") for i in layers}
+    return expert_sources(config) | flat(shared)
 
 
 def around() -> Modules:

@@ -95,6 +95,15 @@ def experts(module: str, merged: str, count: int, names: tuple[str, str, str]) -
     }
 
 
+def shared_expert(name: str) -> dict[str, Source]:
+    """The gated MLP that every token has beside experts, and its gate."""
+    return {
+        "shared_fc1": gate_up(f"{name}.gate_proj", f"{name}.up_proj")["weight"],
+        "shared_fc2": linear(f"{name}.down_proj")["weight"],
+        "shared_gate": linear(f"{name}_gate")["weight"],
+    }
+
+
 def flat(modules: Modules) -> dict[str, Source]:
     """module -> parameter -> source, by the parameter's whole name."""
     return {f"{module}.{leaf}": source for module, leaves in modules.items() for leaf, source in leaves.items()}

@@ -64,7 +64,7 @@ def _plain(block: nn.Module) -> bool:
         type(block) is TransformerBlock
         and block.attention.qkv.adapter is None
         and block.attention.out.adapter is None
-        and (block.mlp.in_one or (block.mlp.has_router and block.tp.bitwise is None))
+        and (block.mlp.in_one or (block.mlp.has_router and block.tp.bitwise is None and block.mlp.adapter is None))
     )
 
 

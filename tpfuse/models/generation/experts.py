@@ -1,6 +1,7 @@
 """Experts of generation's forward pass on a CPU: every rank has all rows and chooses for all of them, and its own
-experts' outputs are a part of one sum over the ranks."""
+experts' outputs, and those of its columns of a shared one, are a part of one sum over the ranks."""
 
+import torch
 from torch import Tensor
 
 from ...kernels.experts.records import ExpertOrder
@@ -10,6 +11,7 @@ from ...kernels.gemm.prepared import PAYS, Map, Plain
 from ...kernels.runtime.op import acc_dtype
 from ...layers.module import local
 from ...layers.moe import ParallelMoE
+from ...sequence_parallel.shared_expert import GATE
 
 
 class DirectExperts:
@@ -28,10 +30,16 @@ class DirectExperts:
         self.activation, self.form, self.pays = gated, form, PAYS.get(type(form))
         self.maps: dict[int, tuple[Map, Map]] = {}
         self.calls = [0] * len(self.fc1)
+        self.shared = self.gate = None
+        if moe.shape.shared_size is not None:
+            fc1, fc2 = (local(moe.shard(name)) for name in ("shared_fc1", "shared_fc2"))
+            self.shared = form.mlp(fc1, None, gated), form.partial(fc2)
+        if moe.shape.shared_gate:
+            self.gate = local(moe.shard("shared_gate")).to(self.router.dtype)
 
     def __call__(self, n: Tensor) -> Tensor:
         weights, chosen, _ = router_fwd(n, self.router, self.bias, self.routing)
-        y, last = n.new_zeros(n.shape, dtype=weights.dtype), self.first + len(self.fc1)
+        y, last = self._of_shared(n, weights.dtype), self.first + len(self.fc1)
         if len(n) == 1:
             for number, weight in zip(chosen[0].tolist(), weights[0].tolist(), strict=True):
                 if self.first <= number < last:
@@ -45,6 +53,14 @@ class DirectExperts:
                 output = self._output(number - self.first, n.index_select(0, rows[places]))
                 y.index_add_(0, rows[places], output * weights[places])
         return y.to(n.dtype)
+
+    def _of_shared(self, n: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns this rank's part of the shared expert's output, to which the others' are added; 0 without one."""
+        if self.shared is None:
+            return n.new_zeros(n.shape, dtype=dtype)
+        up, down = self.shared
+        y = down(up(n)).to(dtype)
+        return y if self.gate is None else y.mul_(router_fwd(n, self.gate, None, GATE)[0])
 
     def _output(self, expert: int, x: Tensor) -> Tensor:
         """x [r, D] -> fc2 (act(gate) up) [r, D]"""

@@ -228,6 +228,8 @@ class Comparison(NamedTuple):
     def __str__(self) -> str:
         s = Shape.of(self.config)
         experts = "" if s.experts is None else f", {s.experts.routing.k} of {s.experts.num_experts} experts"
+        if s.experts is not None and s.experts.shared_size is not None:
+            experts += f" and a shared one of width {s.experts.shared_size}"
         head = f"B={self.batch}, S={self.seq}, D={s.D}, H={s.H}, F={s.F}{experts}, {8 * self.element_size} bit"
         rows: list[tuple[str, ...]] = []
         for key in (*KINDS, *PHASES):

@@ -244,6 +244,8 @@ def parameter_count(config: ModelConfig, tp: int = 1) -> float:
     inside = s.weights + c.qkv_bias * s.qkv + c.mlp_bias * s.ffn_in
     wired = Wired.of(c)
     replicated = (wired.norms + wired.branch_norms) * norm + c.out_bias * s.D + c.mlp_bias * s.D + s.router
+    if s.experts is not None and s.experts.routing.biased:
+        replicated += s.experts.num_experts
     if getattr(c, "qk_norm_all", False):
         inside += c.qk_norm * (s.H + s.G) * s.E
     else:

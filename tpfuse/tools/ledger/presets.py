@@ -75,6 +75,8 @@ _LLAMA31 = _LLAMA3 | _scaled(8.0)
 _LLAMA32 = _LLAMA3 | _scaled(32.0) | _TIED
 _QWEN25 = dict(vocab=152064, positions=32768, rope_theta=1000000.0, rms_norm_eps=1e-6)
 _SMALL_QWEN25 = _QWEN25 | dict(vocab=151936) | _TIED
+_QWEN2_MOE = dict(vocab=151936, positions=8192, kv=16, rope_theta=1000000.0, num_experts=60, chosen=4)
+_QWEN2_MOE |= dict(shared_expert_intermediate_size=5632)
 _QWEN3 = dict(vocab=151936, positions=40960, kv=8, head_dim=128, rope_theta=1000000.0, rms_norm_eps=1e-6)
 _QWEN3_MOE = _QWEN3 | dict(kv=4, experts=128, chosen=8, norm_topk_prob=True)
 _GEMMA2 = dict(vocab=256000, positions=8192, head_dim=256, query_pre_attn_scalar=256, sliding_window=4096)
@@ -88,7 +90,7 @@ _SMOLLM2 = dict(vocab=49152, positions=8192, rms_norm_eps=1e-5, rope_theta=10000
 # As a config.json has them: base models, and the Instruct models of Llama 3.3, Qwen2.5 and Phi-3.  From Llama 3 on they
 # were compared, in sizes, positions and windows, with copies of these files: litgpt/config.py of Lightning-AI/litgpt;
 # for OLMo 2 of 1B the olmo2 configuration of facebookresearch/fairseq2, of 32B allenai/OLMo-core's olmo2_32B; for
-# Mistral Nemo kevinstephano/thunder_model_blocks.  Qwen3-MoE and OLMoE were compared by their numbers of parameters.
+# Mistral Nemo kevinstephano/thunder_model_blocks.  Models with experts were compared by their numbers of parameters.
 PRESETS = {
     "gpt-3m": _gpt(256, 4, 8, positions=512, vocab=256),
     "gpt-10m": _gpt(384, 6, 12, positions=512, vocab=256),
@@ -123,6 +125,7 @@ PRESETS = {
     "qwen3-32b": _decoder("qwen3", (5120, 64, 64), _QWEN3, dict(ffn=25600)),
     "qwen3-30b-a3b": _decoder("qwen3_moe", (2048, 48, 32), _QWEN3_MOE, dict(ffn=6144, moe_intermediate_size=768)),
     "qwen3-235b-a22b": _decoder("qwen3_moe", (4096, 94, 64), _QWEN3_MOE, dict(ffn=12288, moe_intermediate_size=1536)),
+    "qwen1.5-moe-a2.7b": _decoder("qwen2_moe", (2048, 24, 16), _QWEN2_MOE, dict(ffn=5632, moe_intermediate_size=1408)),
     "gemma2-2b": _decoder("gemma2", (2304, 26, 8), _GEMMA2, dict(kv=4, ffn=9216)),
     "gemma2-9b": _decoder("gemma2", (3584, 42, 16), _GEMMA2, dict(kv=8, ffn=14336)),
     "gemma2-27b": _decoder(

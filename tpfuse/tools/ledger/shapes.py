@@ -11,7 +11,7 @@ class Shape(NamedTuple):
     """D width, L layers, H query heads, G kv heads, E head width, F ffn width, V vocabulary, P learned positions.
 
     ``gated``: the MLP has two matrices in and one out.  ``parallel``: it stands beside attention.  ``experts``: in
-    place of the MLP, each of width F.
+    place of the MLP, each of width F, and perhaps a shared one of a width of its own.
     """
 
     D: int
@@ -72,17 +72,24 @@ class Shape(NamedTuple):
     @property
     def router(self) -> int:
         """Elements of a layer's router, which every rank has."""
-        return 0 if self.experts is None else self.experts.num_experts * self.D
+        return 0 if self.experts is None else self.experts.router_rows * self.D
+
+    @property
+    def shared(self) -> int:
+        """Elements of the matrices of a layer's shared expert."""
+        return 0 if self.experts is None else 3 * self.experts.shared_width * self.D
 
     @property
     def weights(self) -> int:
         """Elements of a layer's matrices that ranks divide."""
-        return self.attention + (1 if self.experts is None else self.experts.num_experts) * self.mlp
+        mlps = 1 if self.experts is None else self.experts.num_experts
+        return self.attention + mlps * self.mlp + self.shared
 
     @property
     def used(self) -> int:
         """Elements of a layer's matrices that one row is multiplied with."""
-        return self.attention + (1 if self.experts is None else self.experts.routing.k) * self.mlp + self.router
+        mlps = 1 if self.experts is None else self.experts.routing.k
+        return self.attention + mlps * self.mlp + self.shared + self.router
 
 
 def check_imbalance(caller: str, config: ModelConfig, imbalance: float, ranks: int) -> None:

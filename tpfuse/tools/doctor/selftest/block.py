@@ -53,11 +53,11 @@ def with_experts(
     dtype: torch.dtype,
     device: torch.device,
 ) -> TransformerBlock:
-    """Returns a block with as many experts as heads, of which a row has two."""
+    """Returns a block with as many experts as heads, of which a row has two, and a shared one."""
     return TransformerBlock(
         width, heads, ffn, tp=tp, head_width=head_width, dropout=dropout, attention_dropout=attention_dropout,
-        num_experts=heads, routing=Routing(2), gated=True, activation="silu", bias=False, norm="rms",
-        dtype=dtype, device=device,
+        num_experts=heads, routing=Routing(2), shared_size=ffn, shared_gate=True, gated=True, activation="silu",
+        bias=False, norm="rms", dtype=dtype, device=device,
     )  # fmt: skip
 
 

@@ -1,0 +1,68 @@
+"""Low-rank adapters of experts: y = x W_e' + s (x A_e') B_e' of each expert e, s = alpha / rank.
+
+              W                A             B
+    fc1       [E, F, 2, D]     [E, r, D]     [E, F, 2, r]
+    fc2       [E, D, F]        [E, r, F]     [E, D, r]
+
+They are split by experts, as the weights are, and so are complete after a bare backward.  PEFT adapts the same tensors
+by ``target_parameters``, gate and up together with one A.  Where an older config names gate and up as layers of each
+expert, PEFT gives fc1's pair twice the rank at the same scale, so that each has columns of A of its own.
+"""
+
+import torch
+from torch import Tensor
+
+from ..kernels.experts.low_rank import LowRank
+from ..parallel import TensorParallel
+from ..sequence_parallel.experts import ExpertAdapters
+from .linear import Adapter, Parts
+from .module import local
+from .moe import ParallelMoE
+from .projections import EXPERT_WEIGHTS
+
+
+class ExpertLoRA(Adapter):
+    """The adapters of experts: ``A_fc1`` and ``B_fc1`` beside fc1, ``A_fc2`` and ``B_fc2`` beside fc2, of those that
+    are adapted.
+
+    ``apart``: fc1's rank is twice ``rank``, and its scale the same.
+    """
+
+    def __init__(
+        self,
+        layer: ParallelMoE,
+        parts: Parts,
+        adapted: list[str],
+        *,
+        rank: int,
+        alpha: float,
+        apart: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        super().__init__(layer.tp)
+        self.experts = layer.experts
+        self.parts, self.adapted, self.rank, self.scale, self.apart = parts, adapted, rank, alpha / rank, apart
+        self.leaves = [leaf for leaf, ((_, name),) in parts.items() if name in adapted]
+        for leaf in self.leaves:
+            (E, *rows, K), r = layer.specs[leaf].shape, rank * (2 if apart and leaf == "fc1" else 1)
+            self.add_parameter(f"A_{leaf}", (E, r, K), 0, self.std_of(K), dtype=dtype, device=device)
+            self.add_parameter(f"B_{leaf}", (E, *rows, r), 0, "zeros", dtype=dtype, device=device)
+
+    def ranks_of(self, name: str) -> TensorParallel:
+        return self.experts
+
+    def pairs(self) -> ExpertAdapters:
+        """Returns what stands beside ``fc1`` and ``fc2``, of this rank's experts."""
+        return ExpertAdapters(*(self._pair(leaf) if leaf in self.leaves else None for leaf in EXPERT_WEIGHTS))
+
+    def _pair(self, leaf: str) -> LowRank:
+        a, b = (local(self.get_parameter(f"{letter}_{leaf}")) for letter in "AB")
+        return LowRank(a, b.flatten(1, -2), self.scale)
+
+    def deltas(self) -> dict[str, Tensor]:
+        deltas = {}
+        for leaf in self.leaves:
+            (a, b, scale), rows = self._pair(leaf), local(self.get_parameter(f"B_{leaf}")).shape[:-1]
+            deltas[leaf] = (scale * (b @ a)).view(*rows, -1)
+        return deltas
