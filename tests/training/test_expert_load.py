@@ -217,8 +217,9 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="dp must be a DeviceMesh of one dimension, a ProcessGroup or None, got 'dp'"):
         balance_experts(layer(), "dp")
     with pytest.raises(ValueError, match="router_bias is of models with experts, got True without"):
-        replace(CONFIG, num_experts=None, experts_per_token=None, family="llama", router_bias=True)
-    with pytest.raises(ValueError, match="a mixtral model of transformers has router_bias=False, got True"):
+        one = dict(num_experts=None, experts_per_token=None, shared_size=None, shared_gate=False, family="llama")
+        replace(CONFIG, router_bias=True, **one)
+    with pytest.raises(ValueError, match="a qwen2_moe model of transformers has router_bias=False, got True"):
         BIASED.to_hf()
     assert tpfuse.balance_experts is balance_experts
 
