@@ -22,11 +22,13 @@ from tpfuse.training.foreign import norm
 
 # Every kind in one form; what is left in the slow suite.
 EVERYDAY = {("gpt2 odd", "fastest", torch.float32), ("llama", "smallest", torch.bfloat16)}
+EVERYDAY |= {("llama", "fastest", torch.float64)}
+FP64 = [(kind, "fastest", torch.float64) for kind in ("llama", "qwen2 moe odd", "bert odd")]
 CASES = [
     pytest.param(
         *case, marks=[pytest.mark.slow] * (case not in EVERYDAY), id="-".join(map(str, case)).replace("torch.", "")
     )
-    for case in itertools.product(TRAINED_KINDS, ("fastest", "smallest"), (torch.float32, torch.bfloat16))
+    for case in (*itertools.product(TRAINED_KINDS, ("fastest", "smallest"), (torch.float32, torch.bfloat16)), *FP64)
 ]
 
 

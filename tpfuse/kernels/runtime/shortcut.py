@@ -84,26 +84,28 @@ def _telling(layouts: tuple[Any, ...], generator: torch.Generator) -> list[Any]:
     args = []
     for i, layout in enumerate(layouts):
         if isinstance(layout, _Strided):
-            numbers = (
-                torch.randn(layout.shape, generator=generator, device="cpu") * _SMALL
-            )  # beside what rounding leaves
+            dtype = torch.promote_types(layout.dtype, torch.float32)
             if i in matrices:
-                numbers = telling(layout.shape, negated=i == matrices[-1], generator=generator)
+                numbers = telling(layout.shape, negated=i == matrices[-1], generator=generator, dtype=dtype)
+            else:  # beside what rounding leaves
+                numbers = torch.randn(layout.shape, generator=generator, dtype=dtype, device="cpu") * _SMALL
             args.append(layout.filled(numbers))
         else:
             args.append(layout)
     return args
 
 
-def telling(shape: tuple[int, ...], *, negated: bool, generator: torch.Generator) -> Tensor:
-    """Returns random numbers of many sizes, fp32, of which each index of a dimension shares its own with another one,
-    negated or not.
+def telling(shape: tuple[int, ...], *, negated: bool, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """Returns random numbers of many sizes, of which each index of a dimension shares its own with another one, negated
+    or not.  They have all bits of ``dtype``, fp32 or fp64: products of shorter ones would be exact.
 
     Of two factors one of which is negated a sum over any dimension is 0, and what is left of it is its roundings.  The
     partners are the same for all dimensions of one size.  The odd one of an odd size has none, and is 0.
     """
-    numbers = torch.randn(shape, generator=generator, device="cpu")
-    numbers *= torch.exp2(torch.rand(shape, generator=generator, device="cpu") * 16 - 8)  # so that sums are rounded
+    numbers = torch.randn(shape, generator=generator, dtype=dtype, device="cpu")
+    numbers *= torch.exp2(
+        torch.rand(shape, generator=generator, dtype=dtype, device="cpu") * 16 - 8
+    )  # so that sums are rounded
     for dim, n in enumerate(shape):
         if n == 1:
             continue
