@@ -98,12 +98,20 @@ def test_another_order_is_seen_in_batches():
 @pytest.mark.parametrize("shapes", [((5, 8), (6, 8)), ((8, 5), (8, 3)), ((1, 9), (1, 9))])
 def test_sums_of_telling_numbers_vanish(shapes):
     a, b = (
-        telling(shape, negated=i == 1, generator=torch.Generator().manual_seed(i)).bfloat16().double()
+        telling(shape, negated=i == 1, generator=torch.Generator().manual_seed(i), dtype=torch.float32)
+        .bfloat16()
+        .double()
         for i, shape in enumerate(shapes)
     )
     assert a.any() and b.any()
     product = a @ b.t() if shapes[0][1] == shapes[1][1] else a.t() @ b
     assert product.eq(0).all() and b.sum(-1).eq(0).all()
+
+
+def test_telling_numbers_have_all_bits_of_their_dtype():
+    """Products of shorter ones are exact in fp64, so that another order shows in few sums."""
+    numbers = telling((64,), negated=False, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert not numbers.float().double().eq(numbers).any()
 
 
 def test_the_generator_of_the_user_is_left_alone():

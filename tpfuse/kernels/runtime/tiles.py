@@ -69,9 +69,9 @@ def check_alike(name: str, multiply: Callable[[Tensor, Tensor], Tensor], tile: i
         return
     _check_functions()
     generator = torch.Generator().manual_seed(0)
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    numbers = (telling((weight.shape[1],), negated=s, generator=generator, dtype=wide) for s in (False, True))
-    x, w = (t.to(weight.dtype) for t in numbers)
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    factors = (telling((weight.shape[1],), negated=s, generator=generator, dtype=dtype) for s in (False, True))
+    x, w = (t.to(weight.dtype) for t in factors)
     rows, w = x.repeat(2 * tile, 1), w.repeat(len(weight), 1)  # two tiles, which begin at other addresses
     y = torch.cat([multiply(rows_of_one, w) for rows_of_one in rows.split(tile)])
     if not torch.equal(y, y[:1].expand_as(y)):
