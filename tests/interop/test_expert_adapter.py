@@ -27,6 +27,7 @@ FORMS = {  # the model, and what its LoraConfig names
         dict(target_modules=["q_proj"], target_parameters=["experts.down_proj"], use_rslora=True),
     ),
     "up": ("olmoe", dict(target_parameters=["gate_up_proj"])),
+    "beside a shared expert": ("qwen2_moe", dict(target_modules=["k_proj"], target_parameters=BOTH)),
     "one layer": ("mixtral", dict(target_parameters=["layers.1.mlp.experts.gate_up_proj"])),
     "by layers": ("mixtral", dict(target_modules=["w1", "w2", "w3", "v_proj"])),
     "beside MLPs": ("qwen3_moe-mixed", dict(target_modules=["mlp.gate_proj", "up_proj", "down_proj"])),
@@ -92,6 +93,7 @@ def ours(world, name, path, out, sp, saving):
     ("down and attention", 2, False, "fastest"),
     pytest.param("up", 4, True, "smallest", marks=pytest.mark.slow),
     ("one layer", 2, True, "fastest"),
+    ("beside a shared expert", 2, True, "smallest"),
     ("by layers", 2, True, "fastest"),
     ("beside MLPs", 1, False, "fastest"),
 ])  # fmt: skip
@@ -264,6 +266,21 @@ def test_what_is_not_built_is_named(case):
     model = parallelize(theirs("mixtral"))
     with pytest.raises(ValueError, match=f"add_.*{message}"):
         model.add_adapter(peft.LoraConfig(r=3, lora_alpha=6, **options))
+    assert all(p.requires_grad and ".lora." not in name for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "targets", [["gate_proj", "up_proj", "down_proj"], ["q_proj", "shared_expert.up_proj"], r".*up_proj"]
+)
+def test_a_shared_expert_is_named(targets):
+    """PEFT adapts it too."""
+    model = parallelize(theirs("qwen2_moe"))
+    with pytest.raises(
+        ValueError, match="names model.layers.0.mlp.shared_expert.*, whose adapters are not built; of the"
+    ):
+        model.add_adapter(peft.LoraConfig(r=3, target_modules=targets))
+    with pytest.raises(ValueError, match="shared_expert"):
+        parallelize(peft.get_peft_model(theirs("qwen2_moe"), peft.LoraConfig(r=3, target_modules=targets)))
     assert all(p.requires_grad and ".lora." not in name for name, p in model.named_parameters())
 
 

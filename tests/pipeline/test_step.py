@@ -30,10 +30,11 @@ from tests.pipeline.common import (
 )
 from tests.planted import Mistaken
 from tpfuse import TensorParallel, clip_grad_norm_, save_adapter
+from tpfuse.kernels.experts import low_rank
 from tpfuse.layers import ExpertBalance
 from tpfuse.models import GPT
 from tpfuse.pipeline import SCHEDULES, schedule
-from tpfuse.sequence_parallel import experts, records
+from tpfuse.sequence_parallel import records
 from tpfuse.sequence_parallel.forms import plain
 
 
@@ -131,7 +132,7 @@ class Counted:
 
     def __init__(self, patch, runtime):
         self.seen, self.phase = Counter(), "F"
-        for module in (plain, records, experts):
+        for module in (plain, records, low_rank):
             for name, kind in GEMMS.items():
                 if hasattr(module, name):
                     patch.setattr(module, name, self._counting(kind, getattr(module, name)))

@@ -36,7 +36,7 @@ class Adaptables(NamedTuple):
                 for tensor, (rows, columns) in zip(source.names, source.file_shapes(spec.shape), strict=True):
                     sizes = (columns, rows) if base.config.hf.transposed else (rows, columns)
                     found.layers[names.hf_name(tensor).removesuffix(".weight")] = sizes
-            elif leaf != "router":
+            elif leaf in names.experts(path):  # the router and a shared expert have none
                 merged, projections = names.experts(path)[leaf]
                 found.experts[merged] = ExpertParameter(source.alternative.file_shape(spec.shape), projections)
         return found

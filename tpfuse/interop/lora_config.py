@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from ..kernels.runtime.errors import check
-from ..layers.lora import TARGETS
+from ..layers.lora import TARGETS, check_shared_experts
 from ..models.model import Model
 from .adaptable import Adaptables, ExpertParameter
 from .adapter import check_saved
@@ -36,6 +36,8 @@ def lora_arguments(config: Any, base: Model, model_type: str) -> LoRAArguments:
     rank, alpha = values["r"], values["lora_alpha"]
     adaptables = Adaptables.of(base)
     experts, modules = adaptables.experts, values.get("target_modules")
+    if modules is not None and modules != "all-linear":
+        check_shared_experts(caller, base, modules)
     parameters = expert_targets(caller, values, experts)
     targets = [] if modules is None and parameters else _targets(modules, adaptables, model_type)
     targets += [t for name in sorted(parameters) for t in expert_modules(name, experts[name], apart)]

@@ -15,6 +15,7 @@ adapter the MLP's two GEMMs run one by one, and its activation is kept.  Those o
 """
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -200,8 +201,8 @@ def add_lora(
     is twice as large, as in PEFT.  A is N(0, 1 / 3K), by Philox of (``seed``, name, global index), the same bits at
     every split; B is 0, so nothing changes until it is trained.  Adapters are fp32 beside 16-bit weights.  Call it
     before the optimizer is made and before DDP.
-    ValueError for a target that does not exist, or is a router, whose adapters are not built, a second call, or
-    ``dropout``, which is not built.
+    ValueError for a target that does not exist, or is a router or a shared expert, whose adapters are not built, a
+    second call, or ``dropout``, which is not built.
     """
     check(dropout == 0, f"add_lora: dropout on an adapter's input is not built, got dropout={dropout}")
     check_number("add_lora: alpha", alpha, POSITIVE)
@@ -216,6 +217,7 @@ def add_lora(
         "add_lora: adapters are not built for batch_invariant, whose GEMMs are in tiles of rows",
     )
     check(all(layer.lora is None for _, layer in layers), "add_lora: the model has adapters already")
+    check_shared_experts("add_lora", base, targets)
     names, chosen = ProjectionNames.of(base), list[_Chosen]()
     matched: set[str] = set()
     for path, layer in layers:
@@ -279,6 +281,23 @@ def _hits(names: ProjectionNames, path: str, layer: Adaptable, targets: set[str]
         for projections in names.parts(path, layer).values()
         for _, name in projections
     }
+
+
+def check_shared_experts(caller: str, base: nn.Module, targets: Iterable[str] | str) -> None:
+    """Raises the ValueError of ``caller`` for targets, endings or a regular expression, that name a shared expert: PEFT
+    would adapt it beside those that are chosen."""
+    names = ProjectionNames.of(base)
+    for path in (path for path, layer in _adaptables(base) if isinstance(layer, ParallelMoE)):
+        for name in names.shared_expert(path):
+            if isinstance(targets, str):
+                named = [targets] if re.fullmatch(targets, name) else []
+            else:
+                named = sorted(_named_by(name, targets))
+            check(
+                not named,
+                f"{caller}: {', '.join(named)} names {name}, a shared expert, whose adapters are not built; of the"
+                f" others name {' and '.join(merged for merged, _ in names.experts(path).values())}",
+            )
 
 
 def _are_apart(names: ProjectionNames, path: str, targets: Iterable[str]) -> bool:

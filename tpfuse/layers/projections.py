@@ -43,6 +43,11 @@ class ProjectionNames(NamedTuple):
         """Returns the names of each weight of the experts at ``path``."""
         return {leaf: self._expert_names(f"{path}.{leaf}") for leaf in EXPERT_WEIGHTS}
 
+    def shared_expert(self, path: str) -> list[str]:
+        """Returns the names of the projections of the expert at ``path`` that every row has; none without one."""
+        sources = (self.sources.get(f"{path}.{leaf}") for leaf in ("shared_fc1", "shared_fc2"))
+        return [self.hf_name(name).removesuffix(".weight") for s in sources if s is not None for name in s.names]
+
     def _expert_names(self, weight: str) -> ExpertNames:
         if weight not in self.sources:
             return ExpertNames(weight, ())
