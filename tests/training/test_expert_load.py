@@ -9,9 +9,9 @@ from torch import nn
 
 import tpfuse
 from tests.common import assert_equal
-from tests.models.common import whole
+from tests.models.common import batch, whole
 from tests.planted import Mistaken
-from tests.training.test_experts import CONFIG, Loop, made, share_of
+from tests.training.test_experts import CONFIG, Loop, made
 from tpfuse import TensorParallel, balance_experts, load_checkpoint, save_checkpoint
 from tpfuse.kernels import Routing, route
 from tpfuse.layers import ParallelMoE
@@ -20,6 +20,7 @@ from tpfuse.pipeline import schedule
 
 BIASED = replace(CONFIG, router_bias=True)
 STEPS = 3
+SEQ = batch(BIASED)["input_ids"].shape[1]
 
 
 def layer(E=6, k=2, D=16, **options) -> ParallelMoE:
@@ -76,20 +77,10 @@ def test_a_router_that_floods_an_expert():
 @pytest.mark.parametrize("options", [dict(recompute="full"), dict(saving="smallest"), {}])
 def test_what_backward_computes_again_counts_nothing(options):
     model = GPT(BIASED, **options)
-    calls = dict(next(share_of(ONE, 0, "equal")))
+    calls = batch(BIASED, size=4)
     model(**calls).loss.backward()
     for counts in balance_experts(model, None).values():
         assert counts.sum() == calls["input_ids"].numel() * BIASED.experts_per_token
-
-
-class ONE:
-    """A mesh of one replica."""
-
-    def __class_getitem__(cls, name):
-        return cls
-
-    size = staticmethod(lambda: 1)
-    get_local_rank = staticmethod(lambda: 0)
 
 
 def trained(world, dp, wrap, micro=1, options=None, folder=None):
@@ -113,18 +104,19 @@ def trained(world, dp, wrap, micro=1, options=None, folder=None):
 ])  # fmt: skip
 def test_every_split_has_the_same_bits(ranks, dp, tp, wrap, options):
     one = ranks(1, trained, 1, None, 2, dict(over=False))[0]
-    assert all(count.sum() == count.sum() for count in one.values())
+    rows = [2 * 4 * SEQ * BIASED.experts_per_token] * (STEPS * BIASED.num_layers)  # two calls of four samples
+    assert [count.sum() for name, count in one.items() if "router_bias" not in name] == rows
     for found in ranks(dp * tp, trained, dp, wrap, 2, dict(over=False) | options):
         assert_equal(found, one)
 
 
-def of_one_replica(right, *args, **kwargs):
-    return None
+def of_one_replica(right, loads, groups, joined):
+    return right(loads, groups[:-1], joined)
 
 
 def test_replicas_left_out_are_seen(ranks):
     one = ranks(1, trained, 1, None, 2, dict(over=False))[0]
-    spoilt = Mistaken(trained, "tpfuse.training.expert_load._group", of_one_replica)
+    spoilt = Mistaken(trained, "tpfuse.training.expert_load.over_groups", of_one_replica)
     assert all(any(not x.equal(one[name]) for name, x in found.items()) for found in ranks(2, spoilt, 2, "ddp", 2))
 
 
@@ -145,18 +137,14 @@ def staged(world):
     config = replace(BIASED, num_layers=4, mlp_layers=(2, 3))
     model = GPT(config, stage=(mesh["pp"].get_local_rank(), 2, "1f1b"))
     pipeline = schedule(model, mesh["pp"], "1f1b", 2)
-    call = dict(next(share_of(ONE, 0, "equal")))
+    call = batch(BIASED, size=4)
     pipeline.step(call["input_ids"], labels=call["labels"])
     return balance_experts(model, None)
 
 
 def test_stages(ranks):
     first, last = ranks(2, staged)
-    assert last == {} and [count.sum() for count in first.values()] == [4 * 2 * first_length()] * 2
-
-
-def first_length() -> int:
-    return next(share_of(ONE, 0, "equal"))["input_ids"].shape[1]
+    assert last == {} and [count.sum() for count in first.values()] == [4 * SEQ * BIASED.experts_per_token] * 2
 
 
 def test_generation_chooses_by_them():
@@ -180,7 +168,7 @@ def test_a_graph_counts_once():
     torch.manual_seed(0)
     model = GPT(BIASED)
     compiled = torch.compile(model)
-    call = dict(next(share_of(ONE, 0, "equal")))
+    call = batch(BIASED, size=4)
     for _ in range(3):
         compiled(**call).loss.backward()
     for counts in balance_experts(model, None).values():
@@ -224,12 +212,23 @@ def test_what_is_refused():
     assert tpfuse.balance_experts is balance_experts
 
 
-def of_others(world):
-    model, _ = made(world, 2, over=False, config=BIASED)
+def of_others(world, left_out):
+    model, mesh = made(world, 2, over=False, config=BIASED)
     with pytest.raises(ValueError, match=r"the model's replicas are ranks \[0, 1\], got dp=\[\]"):
-        balance_experts(model, None)
-    return True
+        balance_experts(model, None if mesh["dp"].get_local_rank() in left_out else mesh["dp"])
+    return not any(block.mlp.router_bias.any() for block in model.blocks)
 
 
-def test_replicas_of_another_model(ranks):
-    assert ranks(2, of_others) == [True, True]
+@pytest.mark.parametrize("left_out", [(0, 1), (1,)])
+def test_replicas_that_a_rank_leaves_out(ranks, left_out):
+    assert ranks(2, of_others, left_out) == [True, True]
+
+
+def of_one(world):
+    model, _ = made(world, 1, over=False, config=BIASED)
+    return balance_experts(model, None)
+
+
+def test_one_replica_has_none(ranks):
+    (counts,) = ranks(1, of_one)
+    assert len(counts) == BIASED.num_layers

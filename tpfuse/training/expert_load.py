@@ -46,10 +46,12 @@ def balance_experts(
     """
     check(isinstance(model, nn.Module), f"{_NAME}: model must be a module, got {described(model)}")
     layers = {name: m for name, m in model.named_modules() if isinstance(m, ParallelMoE) and m.routing.biased}
-    replicas = _group(model, dp)
-    groups = {"tensor-parallel": next((m.tp.group for m in layers.values()), None), "data-parallel": replicas}
+    known, replicas = _known_replicas(model), _group(dp)
+    groups = {"tensor-parallel": next((m.tp.group for m in layers.values()), None)}
+    groups["data-parallel"] = replicas if known is None else known
 
     def examine() -> None:
+        _check_replicas(model, known, dp)
         check_number(f"{_NAME}: rate", rate, POSITIVE)
         check(
             len(layers) > 0 or staged_in(model) is not None,
@@ -73,22 +75,43 @@ def balance_experts(
     return counts
 
 
-def _group(model: nn.Module, dp: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
-    """Returns the replicas.  ValueError for others than those that the model knows of."""
-    one = dp is None or isinstance(dp, dist.ProcessGroup) or (isinstance(dp, DeviceMesh) and dp.ndim == 1)
-    check(one, f"{_NAME}: dp must be a DeviceMesh of one dimension, a ProcessGroup or None, got {dp!r}")
-    group = dp.get_group() if isinstance(dp, DeviceMesh) else dp
-    ranks = [] if group is None else dist.get_process_group_ranks(group)
+def _group(dp: object) -> dist.ProcessGroup | None:
+    """Returns the group of ``dp``; None for what has none."""
+    if isinstance(dp, DeviceMesh) and dp.ndim == 1:
+        return dp.get_group()
+    return dp if isinstance(dp, dist.ProcessGroup) else None
+
+
+def _known_replicas(model: nn.Module) -> dist.ProcessGroup | None:
+    """Returns the replicas of DistributedDataParallel, or those that a model was given."""
     for m in model.modules():
         replica = replica_of(m)
-        known = replica.process_group if replica is not None else m.groups.dp if isinstance(m, Model) else None
-        of_model = [] if known is None else dist.get_process_group_ranks(known)
-        check(known is None or of_model == ranks, f"{_NAME}: the model's replicas are ranks {of_model}, got dp={ranks}")
-    sharded = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
+        if replica is not None:
+            return replica.process_group
+        if isinstance(m, Model) and m.groups.dp is not None:
+            return m.groups.dp
+    return None
+
+
+def _check_replicas(model: nn.Module, known: dist.ProcessGroup | None, dp: object) -> None:
+    group = _group(dp)
     check(
-        not sharded or dp is not None, f"{_NAME}: dp must be the replicas, since {sharded[:1]} is a DTensor, got None"
+        dp is None or group is not None,
+        f"{_NAME}: dp must be a DeviceMesh of one dimension, a ProcessGroup or None, got {dp!r}",
     )
-    return group
+    ours, ranks = _several(known), _several(group)
+    check(known is None or ours == ranks, f"{_NAME}: the model's replicas are ranks {ours}, got dp={ranks}")
+    sharded = next((name for name, p in model.named_parameters() if isinstance(p, DTensor)), None)
+    check(
+        sharded is None or dp is not None,
+        f"{_NAME}: dp must be the replicas, since {sharded} is a DTensor, got None",
+    )
+
+
+def _several(group: dist.ProcessGroup | None) -> list[int]:
+    """Returns the ranks of several replicas; [] for one."""
+    ranks = [] if group is None else dist.get_process_group_ranks(group)
+    return ranks if len(ranks) > 1 else []
 
 
 def _load(m: ParallelMoE) -> Tensor:
