@@ -12,7 +12,7 @@ from tests.models.common import batch, body_loss
 from tests.models.theirs import loss_of, make
 from tpfuse import add_lora, load_adapter, merge_lora, parallelize, save_adapter
 from tpfuse.interop import adapter
-from tpfuse.layers.lora import base_of
+from tpfuse.layers.lora_targets import base_of
 from tpfuse.models import GPT, Bert
 from tpfuse.models.files.source import written
 

@@ -13,7 +13,7 @@ from tests.models.common import batch
 from tests.models.families.experts import theirs
 from tests.models.theirs import loss_of
 from tpfuse import TensorParallel, add_lora, load_adapter, merge_lora, parallelize, save_adapter
-from tpfuse.layers.lora import base_of
+from tpfuse.layers.lora_targets import base_of
 from tpfuse.models import GPT
 from tpfuse.training.checkpoint import load_checkpoint, save_checkpoint
 

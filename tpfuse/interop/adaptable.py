@@ -25,7 +25,7 @@ class Adaptables(NamedTuple):
     @classmethod
     def of(cls, base: Model) -> "Adaptables":
         """Returns those of this pipeline stage."""
-        names, found = ProjectionNames.of(base), cls({}, {})
+        names, adaptables = ProjectionNames.of(base), cls({}, {})
         modules = {unwrapped_name(path): module for path, module in base.named_modules()}
         for name, spec, _ in named_specs(base):
             path, _, leaf = name.rpartition(".")
@@ -35,11 +35,11 @@ class Adaptables(NamedTuple):
             if not isinstance(module, ParallelMoE):
                 for tensor, (rows, columns) in zip(source.names, source.file_shapes(spec.shape), strict=True):
                     sizes = (columns, rows) if base.config.hf.transposed else (rows, columns)
-                    found.layers[names.hf_name(tensor).removesuffix(".weight")] = sizes
+                    adaptables.layers[names.hf_name(tensor).removesuffix(".weight")] = sizes
             elif leaf in names.experts(path):  # the router and a shared expert have none
                 merged, projections = names.experts(path)[leaf]
-                found.experts[merged] = ExpertParameter(source.alternative.file_shape(spec.shape), projections)
-        return found
+                adaptables.experts[merged] = ExpertParameter(source.alternative.file_shape(spec.shape), projections)
+        return adaptables
 
     def over_stages(self, base: Model, caller: str) -> "Adaptables":
         """Returns those of all pipeline stages; a collective call."""

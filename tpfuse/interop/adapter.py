@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import Rule, boolean, brief, check_rules, integer, number, optional, quoted
 from ..layers.expert_lora import ExpertLoRA
-from ..layers.lora import ColumnLoRA, adapted_layers, add_lora, base_of, trained_modules
+from ..layers.lora import ColumnLoRA, adapted_layers, add_lora, trained_modules
+from ..layers.lora_targets import base_of
 from ..layers.module import Spec, local
 from ..layers.projections import ProjectionNames
 from ..layers.shards import named_specs

@@ -5,7 +5,8 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from ..kernels.runtime.errors import check
-from ..layers.lora import TARGETS, check_shared_experts
+from ..layers.lora import TARGETS
+from ..layers.lora_targets import check_shared_experts
 from ..models.model import Model
 from .adaptable import Adaptables, ExpertParameter
 from .adapter import check_saved

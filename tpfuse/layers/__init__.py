@@ -14,6 +14,7 @@ hooks              whether a hook of torch waits for a part that fused code woul
 initial            init_weights, for modules made on the meta device
 linear             ColumnParallelLinear, RowParallelLinear
 lora               low-rank adapters
+lora_targets       the layers that targets of adapters name
 loss               losses over a split vocabulary, and a head for one
 mlp                ParallelMLP
 module             ParallelModule: shards as parameters, initial weights

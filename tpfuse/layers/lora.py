@@ -15,9 +15,8 @@ adapter the MLP's two GEMMs run one by one, and its activation is kept.  Those o
 """
 
 import math
-import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +33,9 @@ from ..parallel import TensorParallel
 from ..sequence_parallel import gather_linear
 from .expert_lora import ExpertLoRA
 from .linear import Adaptable, Adapter, Parts, RowParallelLinear
+from .lora_targets import adaptable_layers, base_of, chosen_layers
 from .module import Origin, initialize, leaf_slices, local, on_rows, per_leaf
 from .moe import ParallelMoE
-from .projections import EXPERT_WEIGHTS, ProjectionNames
-from .shards import unwrapped_name
 
 _MAX_RANK = 1 << 16
 TARGETS = "qkv", "out", "fc1", "fc2"
@@ -210,31 +208,15 @@ def add_lora(
     check_number("add_lora: rank", rank, integer(1, _MAX_RANK))
     listed_names = isinstance(targets, list | tuple | set | frozenset) and all(isinstance(t, str) for t in targets)
     check(listed_names, f"add_lora: targets must be names of layers, got {quoted(targets)}")
-    base, layers = base_of(model), list(_adaptables(model))
+    base, layers = base_of(model), list(adaptable_layers(model))
     check(bool(layers), f"add_lora: {type(model).__name__} has no tensor-parallel linear layer")
     check(
         all(layer.tp.batch_invariant is None for _, layer in layers),
         "add_lora: adapters are not built for batch_invariant, whose GEMMs are in tiles of rows",
     )
     check(all(layer.lora is None for _, layer in layers), "add_lora: the model has adapters already")
-    check_shared_experts("add_lora", base, targets)
-    names, chosen = ProjectionNames.of(base), list[_Chosen]()
-    matched: set[str] = set()
-    for path, layer in layers:
-        hits = _hits(names, path, layer, set(targets))
-        matched.update(*hits.values())
-        if any(hits.values()):
-            apart = isinstance(layer, ParallelMoE) and _are_apart(names, path, targets)
-            adapted = [name for name, by in hits.items() if by]
-            chosen.append(_Chosen(path, layer, names.parts(path, layer), adapted, apart=apart))
-    missing = [t for t in targets if t not in matched]
-    experts = any(isinstance(layer, ParallelMoE) for _, layer in layers)
-    check(
-        bool(chosen) and not missing,
-        f"add_lora: no layer is called {', '.join(missing) or 'anything'}; there are {_layer_names(names, layers)}"
-        + "; adapters of routers are not built" * experts,
-    )
-    chosen[0][1].tp.agree("add_lora", dict(rank=rank, alpha=alpha, targets=tuple(targets), seed=seed))
+    chosen = chosen_layers("add_lora", base, targets)
+    chosen[0].layer.tp.agree("add_lora", dict(rank=rank, alpha=alpha, targets=tuple(targets), seed=seed))
     model.requires_grad_(False)
     for module in trained_modules(base).values():
         module.requires_grad_(True)
@@ -252,64 +234,6 @@ def add_lora(
         if not weight.is_meta:
             initialize(layer.lora, seed, prefix=f"{path}.lora.")
     return model
-
-
-class _Chosen(NamedTuple):
-    """A layer that gets an adapter, of the projections ``adapted`` of its ``parts``; ``apart`` as of ExpertLoRA."""
-
-    path: str
-    layer: Adaptable
-    parts: Parts
-    adapted: list[str]
-    apart: bool
-
-
-def _named_by(name: str, targets: Iterable[str]) -> set[str]:
-    """Returns the targets that are endings of a name."""
-    return {t for t in targets if f".{name}".endswith(f".{t}")}
-
-
-def _hits(names: ProjectionNames, path: str, layer: Adaptable, targets: set[str]) -> dict[str, set[str]]:
-    """Returns, by the name of each of a layer's projections, the targets that name it."""
-    if isinstance(layer, ParallelMoE):
-        return {
-            merged: ({leaf} & targets).union(*(_named_by(name, targets) for name in (merged, *projections)))
-            for leaf, (merged, projections) in names.experts(path).items()
-        }
-    return {
-        name: _named_by(name, targets) | ({path.rpartition(".")[2]} & targets)
-        for projections in names.parts(path, layer).values()
-        for _, name in projections
-    }
-
-
-def check_shared_experts(caller: str, base: nn.Module, targets: Iterable[str] | str) -> None:
-    """Raises the ValueError of ``caller`` for targets, endings or a regular expression, that name a shared expert: PEFT
-    would adapt it beside those that are chosen."""
-    names = ProjectionNames.of(base)
-    for path in (path for path, layer in _adaptables(base) if isinstance(layer, ParallelMoE)):
-        for name in names.shared_expert(path):
-            if isinstance(targets, str):
-                named = [targets] if re.fullmatch(targets, name) else []
-            else:
-                named = sorted(_named_by(name, targets))
-            check(
-                not named,
-                f"{caller}: {', '.join(named)} names {name}, a shared expert, whose adapters are not built; of the"
-                f" others name {' and '.join(merged for merged, _ in names.experts(path).values())}",
-            )
-
-
-def _are_apart(names: ProjectionNames, path: str, targets: Iterable[str]) -> bool:
-    """Returns whether targets name the projections of a layer's fc1; ValueError where they name one of the two."""
-    merged, projections = names.experts(path)["fc1"]
-    named = [name for name in projections if _named_by(name, targets)]
-    check(
-        len(named) in (0, len(projections)),
-        f"add_lora: {', '.join(projections)} are one parameter of experts, {merged}, and are adapted together, got"
-        f" {', '.join(named)} alone",
-    )
-    return bool(named)
 
 
 def merge_lora(model: nn.Module) -> nn.Module:
@@ -339,11 +263,6 @@ def _merge(model: nn.Module, sign: int) -> nn.Module:
     return model
 
 
-def base_of(model: nn.Module) -> Any:
-    """Returns the tpfuse model inside a wrapper, which knows its Hugging Face names; else the module itself."""
-    return next((m for m in model.modules() if hasattr(m, "files")), model)
-
-
 def trained_modules(base: Any) -> dict[str, nn.Module]:
     """Returns what is trained beside adapters, and kept in their files, by its name in a Hugging Face file."""
     modules: dict[str, nn.Module] = base.files.beside_adapters() if hasattr(base, "files") else {}
@@ -352,20 +271,4 @@ def trained_modules(base: Any) -> dict[str, nn.Module]:
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Adaptable, Adapter]]:
     """Yields (path, layer, its adapter) of every layer that has one."""
-    return ((path, layer, layer.lora) for path, layer in _adaptables(model) if layer.lora is not None)
-
-
-def _adaptables(model: nn.Module) -> Iterator[tuple[str, Adaptable]]:
-    return ((unwrapped_name(path), m) for path, m in base_of(model).named_modules() if isinstance(m, Adaptable))
-
-
-def _layer_names(names: ProjectionNames, layers: list[tuple[str, Adaptable]]) -> str:
-    ours = {path.rpartition(".")[2] for path, layer in layers if not isinstance(layer, ParallelMoE)}
-    ours |= {leaf for _, layer in layers if isinstance(layer, ParallelMoE) for leaf in EXPERT_WEIGHTS}
-    leaves_in_files = {
-        name.rpartition(".")[2]
-        for path, layer in layers
-        for projections in names.parts(path, layer).values()
-        for _, name in projections
-    }
-    return ", ".join(sorted(ours | leaves_in_files))
+    return ((path, layer, layer.lora) for path, layer in adaptable_layers(model) if layer.lora is not None)
