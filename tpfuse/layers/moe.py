@@ -138,8 +138,8 @@ class ParallelMoE(Adaptable):
         self.add_parameter("fc1", (E, width, 2, D), 0, init.std, dtype=dtype, device=device)
         self.add_parameter("fc2", (E, D, width), 0, init.out, dtype=dtype, device=device)
         if routing.biased:
-            wide = torch.promote_types(local(self.shard("router")).dtype, torch.float32)
-            self.add_parameter("router_bias", (E,), None, "zeros", dtype=wide, device=device)
+            bias_dtype = torch.promote_types(local(self.shard("router")).dtype, torch.float32)
+            self.add_parameter("router_bias", (E,), None, "zeros", dtype=bias_dtype, device=device)
             self.router_bias.requires_grad_(False)
         if S is not None:
             self.tp.divide_leaves(S, f"{name}: shared_size")

@@ -45,7 +45,8 @@ def _multiply(x: Tensor, matrices: Tensor, offsets: Tensor, y: Tensor) -> Tensor
 def _placed(x: Tensor, rows: ExpertRows, count: int, room: int) -> Tensor:
     """x [n, D] sorted by expert -> [count + room, D], each row at its place and the others 0."""
     if rows.row_index is None:
-        return F.pad(x, (0, 0, 0, count + room - len(x)))
+        absent = count + room - len(x)
+        return F.pad(x, (0, 0, 0, absent)) if absent else x
     y = x.new_empty(count + room, x.shape[1])
     y[count if len(x) == count else 0 :] = 0
     return y.index_copy_(0, rows.row_index, x)

@@ -103,9 +103,8 @@ def telling(shape: tuple[int, ...], *, negated: bool, generator: torch.Generator
     partners are the same for all dimensions of one size.  The odd one of an odd size has none, and is 0.
     """
     numbers = torch.randn(shape, generator=generator, dtype=dtype, device="cpu")
-    numbers *= torch.exp2(
-        torch.rand(shape, generator=generator, dtype=dtype, device="cpu") * 16 - 8
-    )  # so that sums are rounded
+    exponents = torch.rand(shape, generator=generator, dtype=dtype, device="cpu") * 16 - 8
+    numbers *= torch.exp2(exponents)  # so that sums are rounded
     for dim, n in enumerate(shape):
         if n == 1:
             continue

@@ -11,7 +11,7 @@ from .llama_like import (
     llama_like,
     shared_expert_sources,
     with_experts,
-)  # fmt: skip
+)
 
 QWEN2 = llama_like("Qwen2ForCausalLM", windows=WINDOWED_LAYERS, qkv_bias=True, out_bias=False, mlp_bias=False)
 QWEN3 = llama_like(
