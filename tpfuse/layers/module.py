@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from ..collectives import copy, copy_within
 from ..kernels.runtime.function import Function, once_differentiable
 from ..kernels.runtime.leaves import tree
+from ..kernels.runtime.main_grad import derived
 from ..kernels.runtime.op import acc_dtype
 from ..kernels.runtime.philox import normal
 from ..kernels.runtime.rules import NOT_NEGATIVE, check_number
@@ -156,7 +157,7 @@ class ParallelModule(nn.Module):
     def compare_alone(self) -> None:
         """Makes this layer, and none of those in it, compare its calls.  Called at the end of a constructor."""
         ranks = self.widest
-        if ranks.size == 1 or any(p.is_meta for p in self.parameters()):
+        if ranks.call_size == 1 or any(p.is_meta for p in self.parameters()):
             return
         for child in self.modules():
             if isinstance(child, ParallelModule):
@@ -164,8 +165,8 @@ class ParallelModule(nn.Module):
                 if child._compares is not None:
                     child._compares.remove()
                     child._compares = None
-        floats = not (self.tp.sequence_parallel or self.shards_input)
-        self._agreement = Agreement(Header(type(self).__name__), each_call=False, floats=floats)
+        floats = not (self.tp.sequence_parallel or self.shards_input or self.tp.cp is not None)
+        self._agreement = Agreement(Header(type(self).__name__, axis=self.tp.call_axis), each_call=False, floats=floats)
         if ranks.replicas > 1:
             self._replicas = Agreement(Header(type(self).__name__, axis=ranks.axis), each_call=True)
         self._compares = self.register_forward_pre_hook(_compare_call, with_kwargs=True)
@@ -183,7 +184,7 @@ def _compare_call(module: ParallelModule, args: tuple[Any, ...], kwargs: dict[st
         modes = {"training": module.training, "dtype": dtype}
         agreement, replicas = module._agreement, module._replicas
         if replicas is None or not comparable(call.values()):
-            agreement(module.tp.group, call, modes, state)
+            agreement(module.tp.call_group, call, modes, state)
             return
         group = resolve(str(module.widest.group_name))
         _, error = attempt(lambda: agreement(module.tp.group, call, modes, state))
@@ -330,9 +331,23 @@ def replicated(tp: TensorParallel, *vectors: Tensor | None) -> list[Any]:
 def on_rows(x: Tensor, tp: TensorParallel) -> Tensor:
     """Returns a replicated tensor for use on this rank's rows.
 
-    Under sequence parallelism its gradient is summed over the ranks.
+    Under sequence parallelism its gradient is summed over the ranks, and over context-parallel ones.
     """
+    x = x if tp.cp is None else copy(x, tp.cp)
     return copy(x, tp) if tp.sequence_parallel else x
+
+
+@overload
+def on_pieces(p: Tensor, tp: TensorParallel) -> Tensor: ...
+@overload
+def on_pieces(p: Tensor | None, tp: TensorParallel) -> Tensor | None: ...
+def on_pieces(p: Tensor | None, tp: TensorParallel) -> Tensor | None:
+    """Returns this rank's slice of a parameter for use on all rows of its piece of the sequences.
+
+    Its gradient is summed over the context-parallel ranks, which have the other pieces.
+    """
+    p, cp = local(p), tp.cp
+    return p if p is None or cp is None else derived(lambda x: copy(x, cp), p)
 
 
 class _PerLeaf(Function):
@@ -371,14 +386,17 @@ def check_rows(name: str, x: Tensor, width: int, *, tp: TensorParallel, batch: i
         cure = "a batch [B, S, D] is x.transpose(0, 1).reshape(-1, D) with batch=B"
         place = "position s of sample b in row s * batch + b"
         raise ValueError(f"{name}: x must be [rows, {width}], {place}, got {tuple(x.shape)}; {cure}")
-    rows = len(x) * tp.row_shards
+    rows = len(x) * tp.row_shards * tp.cp_size
     if not isinstance(batch, int) or batch < 1 or (seq is not None and not isinstance(seq, int)):
         return  # attention names it
-    if rows % batch if seq is None else seq * batch > rows:
-        fits = "a multiple of batch, or seq given" if seq is None else f"at least seq * batch = {seq * batch}"
+    if seq is not None:
+        least = tp.piece(seq) * tp.cp_size * batch
+    if rows % (batch * tp.cp_size) if seq is None else least > rows:
+        fits = "a multiple of batch, or seq given" if seq is None else f"at least seq * batch = {least}"
+        over = " over the ranks" * (tp.row_shards * tp.cp_size > 1)
         raise ValueError(
-            f"{name}: x has {rows} rows{' over the ranks' * (tp.row_shards > 1)}, which must be {fits}, with"
-            f" batch={batch}: position s of sample b is row s * batch + b"
+            f"{name}: x has {rows} rows{over}, which must be {fits}, with batch={batch}: position s of sample b is row"
+            " s * batch + b"
         )
 
 

@@ -151,7 +151,7 @@ def described(value: Any, *, floats: bool = True) -> Described:
     if value.is_meta:
         return Described(text)
     x = value.detach()
-    if x.dim() == 0:
+    if x.dim() == 0 and (floats or not x.is_floating_point()):
         return Described(f"{text} {x.item()}")
     if not x.is_floating_point():
         return Described(f"{text} #{_crc(x):08x}")
