@@ -197,6 +197,11 @@ class TensorParallel:
         """The number of ranks that make the same calls."""
         return self.size * self.cp_size
 
+    @property
+    def call_rank(self) -> int:
+        """The number of this rank among them."""
+        return self.cp_rank * self.size + self.rank
+
     def piece(self, seq: int) -> int:
         """Returns the number of positions of a context-parallel rank's piece of ``seq``; the last may be padding."""
         return -(-seq // self.cp_size)

@@ -61,6 +61,12 @@ class Call(NamedTuple):
         rank c of ``tp.cp`` has the c-th piece of each sequence."""
         return tp.cp_rank * tp.piece(self.positions(rows, tp)) * self.batch if tp.cp_rank else 0
 
+    def valid_rows(self, rows: int, tp: TensorParallel) -> int:
+        """Returns how many of those rows, from the first on, are no padding."""
+        if self.seq is None:
+            return rows
+        return max(0, min(tp.piece(self.seq) * self.batch, self.seq * self.batch - self.first_row(rows, tp)))
+
     def rotation(self, window: int | None) -> Rope | None:
         """Returns the rotary positions of a layer with this window."""
         if isinstance(self.rope, Ropes):

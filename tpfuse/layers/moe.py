@@ -207,7 +207,7 @@ class ParallelMoE(Adaptable):
         """Returns the results of this rank's n; ``rows``: the number of all ranks' rows, the last of which may be
         padding."""
         m, tp = n.shape[-2], self.tp
-        valid = rows if call.seq is None else min(rows, call.seq * call.batch - call.first_row(rows, tp))
+        valid = call.valid_rows(rows, tp)
         adapter: Any = self.adapter
         fc1, fc2 = (on_pieces(self.shard(name), tp) for name in ("fc1", "fc2"))
         router = copy(on_pieces(self._router().to(acc_dtype(n)), tp), tp)  # gradients of all ranks' rows are summed

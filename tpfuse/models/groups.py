@@ -30,6 +30,11 @@ class Groups:
         return [resolve(name) for name in names if name is not None]
 
     @property
+    def cp(self) -> dist.ProcessGroup | None:
+        """The context-parallel ranks; None for none."""
+        return None if self.tp.cp is None else self.tp.cp.group
+
+    @property
     def dp(self) -> dist.ProcessGroup | None:
         """The replicas that the model was given; None for none."""
         return None if self.dp_name is None else resolve(self.dp_name)
