@@ -206,6 +206,11 @@ class TensorParallel:
         """Returns the number of positions of a context-parallel rank's piece of ``seq``; the last may be padding."""
         return -(-seq // self.cp_size)
 
+    def positions(self, seq: int) -> slice:
+        """Returns this rank's piece of ``seq`` positions, without padding, which the last ranks may have."""
+        first = min(self.cp_rank * self.piece(seq), seq)
+        return slice(first, min(first + self.piece(seq), seq))
+
     @property
     def row_shards(self) -> int:
         """The number of shards of the rows between GEMMs: R under sequence parallelism, else 1."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from ..collectives import copy, copy_within
+from ..collectives import all_reduce, copy, copy_within
 from ..kernels.runtime.function import Function, once_differentiable
 from ..kernels.runtime.leaves import tree
 from ..kernels.runtime.main_grad import derived
@@ -29,6 +29,7 @@ from .state import as_local, as_whole, is_split
 
 _CHUNK = 1 << 20  # elements initialised at a time
 _PLAIN = bool, int, float, str
+_ROWS = "argument 1", "ids"  # of a layer's call: of context-parallel ranks each has other ones
 
 
 class ParallelModule(nn.Module):
@@ -58,6 +59,7 @@ class ParallelModule(nn.Module):
         self.specs: dict[str, Spec] = {}
         self._agreement: Agreement | None = None
         self._replicas: Agreement | None = None
+        self._pieces: Agreement | None = None
         self._compares: RemovableHandle | None = None
         self._draws = False
         self.register_state_dict_post_hook(_as_wholes)
@@ -161,14 +163,17 @@ class ParallelModule(nn.Module):
             return
         for child in self.modules():
             if isinstance(child, ParallelModule):
-                child._agreement = child._replicas = None
+                child._agreement = child._replicas = child._pieces = None
                 if child._compares is not None:
                     child._compares.remove()
                     child._compares = None
-        floats = not (self.tp.sequence_parallel or self.shards_input or self.tp.cp is not None)
-        self._agreement = Agreement(Header(type(self).__name__, axis=self.tp.call_axis), each_call=False, floats=floats)
+        name, floats = type(self).__name__, not (self.tp.sequence_parallel or self.shards_input)
+        self._agreement = Agreement(Header(name), each_call=False, floats=floats)
+        if self.tp.cp is not None:
+            header = Header(name, axis=self.tp.call_axis)
+            self._pieces = Agreement(header, each_call=False, floats=False, different=_ROWS)
         if ranks.replicas > 1:
-            self._replicas = Agreement(Header(type(self).__name__, axis=ranks.axis), each_call=True)
+            self._replicas = Agreement(Header(name, axis=ranks.axis), each_call=True)
         self._compares = self.register_forward_pre_hook(_compare_call, with_kwargs=True)
         if self.tp.size > 1:
             watch(self)
@@ -182,9 +187,15 @@ def _compare_call(module: ParallelModule, args: tuple[Any, ...], kwargs: dict[st
         state = lambda: module_state(module)
         dtype = next((p.dtype for p in module.parameters()), None)
         modes = {"training": module.training, "dtype": dtype}
-        agreement, replicas = module._agreement, module._replicas
+        agreement, replicas, cp = module._agreement, module._replicas, module.tp.cp
+        if module._pieces is not None and cp is not None:  # their other ranks would wait for those of ``tp``
+            compared = module._pieces(module.tp.call_group, call, modes, state)
+            _, error = attempt(lambda: agreement(module.tp.group, call, modes, state))
+            if compared:
+                raise_everywhere(error, [resolve(str(cp.group_name))], call=type(module).__name__)
+            return
         if replicas is None or not comparable(call.values()):
-            agreement(module.tp.call_group, call, modes, state)
+            agreement(module.tp.group, call, modes, state)
             return
         group = resolve(str(module.widest.group_name))
         _, error = attempt(lambda: agreement(module.tp.group, call, modes, state))
@@ -335,6 +346,13 @@ def on_rows(x: Tensor, tp: TensorParallel) -> Tensor:
     """
     x = x if tp.cp is None else copy(x, tp.cp)
     return copy(x, tp) if tp.sequence_parallel else x
+
+
+def sum_of_rows(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Returns the sum of x over the ranks that have other rows of the same sequences, the adjoint of
+    :func:`on_rows`."""
+    x = all_reduce(x, tp) if tp.sequence_parallel else x
+    return x if tp.cp is None else all_reduce(x, tp.cp)
 
 
 @overload

@@ -25,8 +25,7 @@ class BatchRows:
 
     def all(self, x: Tensor, fill: int) -> Tensor:
         """[B, S] -> [M] of this rank's piece, ``fill`` in the padding"""
-        rows, piece = x.t().reshape(-1), self._piece
-        rows = rows[self.tp.cp_rank * piece :][:piece] if self.tp.cp is not None else rows
+        rows = x.t()[self.tp.positions(self.seq)].reshape(-1)
         return nn.functional.pad(rows, (0, self.count - len(rows)), value=fill)
 
     def share(self, x: Tensor) -> Tensor:
