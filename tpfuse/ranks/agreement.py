@@ -200,7 +200,8 @@ class Agreement:
         """Compares ``arguments`` (anything), ``modes`` (part of the kind) and, at a kind's first call, ``state()``.
 
         Returns whether everything was compared.  ``mark()``, which has a repr of its value, changes when that state
-        does, and is part of each call's digest.  Nothing is compared inside a compiled graph, in a CUDA graph's capture, or on tensors without values.
+        does, and is part of each call's digest.  Nothing is compared inside a compiled graph, in a CUDA graph's
+        capture, or on tensors without values.
         """
         if torch.compiler.is_compiling() or not comparable(arguments.values()):
             return False

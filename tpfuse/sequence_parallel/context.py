@@ -69,13 +69,22 @@ def attend_pieces(qkv: Tensor, options: Options, tp: TensorParallel) -> Tensor:
     cp, (M, G, slots, _) = tp.cp, qkv.shape
     split, rows = HeadSplit(G, slots - 2, cp.size), tp.piece(options.seq) * options.batch
     split.check("attention")
-    heads = _with_copies(qkv[:rows], split.copies)
-    sent = heads.unflatten(1, (cp.size, -1)).transpose(0, 1).flatten(2)
-    whole = exchange(sent, cp).view(cp.size * rows, -1, *heads.shape[2:])
-    first_head = options.first_head + cp.rank * split.query_heads
-    o = attend(whole, options._replace(first_head=first_head)).view(cp.size, rows, -1)
-    back = exchange(o, cp).transpose(0, 1).flatten(1)
-    return nn.functional.pad(back, (0, 0, 0, M - rows)) if M > rows else back
+    whole = to_heads(_with_copies(qkv, split.copies), rows, cp)
+    o = attend(whole, options._replace(first_head=options.first_head + cp.rank * split.query_heads))
+    return to_pieces(o, M, cp)
+
+
+def to_heads(x: Tensor, rows: int, cp: TensorParallel) -> Tensor:
+    """x [M, n, ...], whose first ``rows`` are this rank's piece -> [C rows, n / C, ...]: whole sequences, with 1 / C of
+    the n heads."""
+    sent = x[:rows].unflatten(1, (cp.size, -1)).transpose(0, 1)
+    return exchange(sent.flatten(2), cp).view(-1, *sent.shape[2:])
+
+
+def to_pieces(o: Tensor, rows: int, cp: TensorParallel) -> Tensor:
+    """o [C m, n], whole sequences -> [rows, C n], this rank's piece m of all heads, and zeros beyond."""
+    piece = exchange(o.view(cp.size, -1, o.shape[1]), cp).transpose(0, 1).flatten(1)
+    return nn.functional.pad(piece, (0, 0, 0, rows - len(piece))) if rows > len(piece) else piece
 
 
 def _with_copies(qkv: Tensor, copies: int) -> Tensor:
@@ -83,5 +92,9 @@ def _with_copies(qkv: Tensor, copies: int) -> Tensor:
     if copies == 1:
         return qkv
     q, kv = qkv.split([qkv.shape[2] - 2, 2], 2)
-    q = q.unflatten(2, (copies, -1))
-    return torch.cat([q, kv[:, :, None].expand(-1, -1, copies, -1, -1)], 3).flatten(1, 2)
+    return torch.cat([q.unflatten(2, (copies, -1)).flatten(1, 2), copied(kv, copies)], 2)
+
+
+def copied(kv: Tensor, copies: int) -> Tensor:
+    """kv [m, G, ...] -> [m, G copies, ...], each head as often in a row; the gradients of its copies are added."""
+    return kv if copies == 1 else kv[:, :, None].expand(-1, -1, copies, *kv.shape[2:]).flatten(1, 2)
