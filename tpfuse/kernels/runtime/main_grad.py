@@ -187,7 +187,11 @@ def derived(make: Callable[..., Tensor], *parameters: Tensor, dtype: torch.dtype
     with torch.no_grad():
         weight = make(*parameters)
         weight = (weight if dtype is None else weight.to(dtype)).detach().requires_grad_()
-    place = _Derived(make, parameters, weight.shape)
-    setattr(weight, _STANDS_FOR, (None, place))
-    weight.register_hook(lambda gradient: place.add(lambda total: total.add_(gradient)))  # what comes autograd's way
+    setattr(weight, _STANDS_FOR, (None, place := _Derived(make, parameters, weight.shape)))
+
+    def through_autograd(gradient: Tensor | None) -> None:
+        if gradient is not None:  # else the op has added it
+            place.add(lambda total: total.add_(gradient))
+
+    weight.register_hook(through_autograd)
     return weight
