@@ -5,6 +5,7 @@ import functools
 import hashlib
 import os
 import socket
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,7 +139,7 @@ class TensorParallel:
 
     def _divide_sequences(self, context: dist.ProcessGroup) -> None:
         """Adds the context-parallel ranks; a collective over them and over this group."""
-        name = context.group_name
+        name: str = context.group_name
         if channel(context) is not None:
             members = [dist.get_rank()] if self.group is None else dist.get_process_group_ranks(self.group)
             pieces = gather(members, context)
@@ -146,8 +147,8 @@ class TensorParallel:
             shared = dict(sequence_parallel=self.sequence_parallel, overlap=self.overlap, versions=versions())
             agree(context, Header("TensorParallel", axis="context-parallel"), shared)
             if self.size > 1 and context.size() > 1:
-                ranks = [rank for piece in pieces for rank in piece]
-                name = dist.new_group(ranks, backend="gloo", use_local_synchronization=True).group_name
+                name = _call_groups.get(context) or _call_group(pieces)
+                _call_groups[context] = name
         if context.size() > 1:
             cp = TensorParallel(context, sequence_parallel=self.sequence_parallel, overlap="off")
             cp.__dict__["axis"] = "context-parallel"
@@ -322,6 +323,15 @@ def _process_group(
             f"TensorParallel: {name} must be a DeviceMesh or a ProcessGroup this process is in, got {group!r}"
         )
     return group
+
+
+_call_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyDictionary()
+
+
+def _call_group(pieces: list[list[int]]) -> str:
+    """Makes a group of these ranks, for messages between their hosts; they alone call this."""
+    ranks = [rank for piece in pieces for rank in piece]
+    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True).group_name
 
 
 def _check_pieces(pieces: list[list[int]], context: dist.ProcessGroup) -> None:
