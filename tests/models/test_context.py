@@ -4,16 +4,20 @@ The kinds are those whose bits are compared elsewhere: every family, adapters, h
 """
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from bench.bits.kinds import ADAPTED_KINDS, ALL_KINDS, MakeKind
 from tests.common import error
 from tests.models.common import gradients, whole, whole_logits
 from tests.planted import Mistaken
 from tpfuse import TensorParallel
-from tpfuse.models import BertConfig
+from tpfuse.layers import TransformerBlock, VocabParallelEmbedding
+from tpfuse.layers.expert_ranks import expert_ranks
+from tpfuse.models import GPT, BertConfig
 
 NOISE = 1e-15  # gradients of key biases, which softmax does not see, are rounding alone
 MASK = torch.arange(13)[None] >= torch.tensor([[0], [3], [6]])
@@ -94,3 +98,70 @@ def not_summed(right, x, tp):
 def test_gradients_of_pieces_are_seen(ranks, target):
     with pytest.raises(AssertionError, match="weight"):
         compare(ranks, "gpt2 odd", "odd", "1x2", function=Mistaken(on_ranks, target, not_summed))
+
+
+# ---- bad input, on every rank ----
+
+
+def refusals(world):
+    """-> what each wrong call says here; the model goes on after all of them."""
+    mesh = world.pieces(1, 2, 2)
+    tp = TensorParallel(mesh["tp"], sequence_parallel=True, cp=mesh["cp"])
+    config, odd = ALL_KINDS["gpt2"], world.rank == 3
+    model, ids = GPT(config, tp=tp).train(), torch.arange(12).view(2, 6)
+    calls = dict(
+        ids=lambda: model(ids + odd, labels=ids),
+        shape=lambda: model(ids[:, : 6 - odd], labels=ids[:, : 6 - odd]),
+        mask=lambda: model(ids, attention_mask=torch.ones_like(ids) if odd else None),
+        mode=lambda: model.train(not odd)(ids, labels=ids),
+        step=lambda: model.train()(ids, labels=ids, step=int(odd)),
+        seed=lambda: GPT(config, tp=tp, seed=int(odd)),
+        heads=lambda: GPT(replace(config, num_heads=2, num_layers=1), tp=tp),
+        generate=lambda: model.eval().generate(ids, max_new_tokens=1),
+        experts=lambda: expert_ranks("GPT", dist.group.WORLD, tp),
+    )
+    found = {name: said(call) for name, call in calls.items()}
+    model.train()(ids, labels=ids, step=0).loss.backward()
+    return found
+
+
+def said(call):
+    with pytest.raises(ValueError) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_what_differs_over_pieces_is_said_on_every_rank(ranks):
+    same = "must be the same on every tensor- and context-parallel rank"
+    for found in ranks(4, refusals):
+        for name, key in dict(ids="input_ids", shape="input_ids", mask="attention_mask", step="step").items():
+            assert f"{key}{' and labels' * (name == 'shape')} {same}" in found[name], found[name]
+        assert f"training and parts in another mode {same}" in found["mode"] or f"training {same}" in found["mode"]
+        assert f"GPT: seed {same}" in found["seed"]
+        assert "1 query heads in 1 groups a tensor-parallel rank are not divisible" in found["heads"]
+        assert found["generate"].startswith("generate: tokens come one by one")
+        assert "experts over replicas are not built for cp=" in found["experts"]
+
+
+def alone(world, sp):
+    """A block alone, whose rows are other ones on every rank, and a layer without its neighbours' ids."""
+    mesh = world.pieces(1, 2, 1)
+    tp = TensorParallel(mesh["tp"], sequence_parallel=sp, cp=mesh["cp"])
+    torch.manual_seed(0)
+    block, head = TransformerBlock(16, 2, tp=tp), VocabParallelEmbedding(11, 16, tp=tp)
+    rows = head(torch.arange(3) + 3 * world.rank)
+    wrong = said(lambda: block(rows, batch=1, rng=torch.tensor([0, world.rank, 0])))
+    short = said(lambda: block(rows, batch=1, seq=8))
+    return block(rows, batch=1).detach(), wrong, short
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_layers_alone(ranks, sp):
+    torch.manual_seed(0)
+    block, head = TransformerBlock(16, 2), VocabParallelEmbedding(11, 16)
+    exact = block(head(torch.arange(6)), batch=1)
+    first, second = ranks(2, alone, sp)
+    assert error(torch.cat([first[0], second[0]]), exact.detach()) <= 1e-6
+    for _, wrong, short in (first, second):
+        assert "TransformerBlock: rng must be the same on every context-parallel rank" in wrong
+        assert "x has 6 rows over the ranks, which must be at least seq * batch = 8" in short
