@@ -9,7 +9,7 @@ from torch import Tensor
 from ..runtime.launch import next_power_of_2
 from ..runtime.tuning import LaunchConfig, tuned
 from . import torch_forward
-from .options import Options
+from .options import Options, QueryChunk
 
 _SHAPE = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
 # of heads up to 64 wide; up to 128; where registers are short; of wider heads
@@ -62,6 +62,14 @@ def default_config(kernel: str, arch: str, qkv: Tensor, options: Options) -> Lau
     default = table["fp32"] if qkv.dtype == torch.float32 else table[kernel][row]
     choice = dict(dkdv=dict(TRANSPOSED=False), fwd=torch_forward.default_path(qkv, options) | dict(AHEAD=False), dq={})
     return choice[kernel] | dict(zip(_SHAPE, default, strict=True))
+
+
+def registers(arch: str, chunk: QueryChunk | None) -> LaunchConfig:
+    """Returns how many registers a thread may have, where that is to be said.
+
+    Of a chunk's kernels NVIDIA's assembler would spill 8 to 16 bytes on sm_80 to make room for one more block.
+    """
+    return dict(maxnreg=255) if chunk is not None and arch.startswith("sm_") else {}
 
 
 def config(kernel: str, arch: str, qkv: Tensor, options: Options) -> LaunchConfig:

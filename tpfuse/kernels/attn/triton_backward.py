@@ -20,7 +20,7 @@ from ..runtime.leaves import placed
 from ..runtime.op import Cost, moved
 from ..runtime.triton import tl, triton
 from ..runtime.tuning import LaunchConfig
-from .config import config, default_config
+from .config import config, default_config, registers
 from .options import TENSORS, Options, QueryChunk, check_width, query_positions, scores
 from .triton_forward import Delta, kv_in_range, prepare, rotated_bytes
 from .triton_records import (
@@ -98,7 +98,9 @@ def _dkdv_tile(
     rows = start_m + tl.arange(0, BLOCK_M)
     inside, count = rows, S
     if hasattr(head, "chunk"):
-        inside, count = present(rows, head.chunk, S), head.chunk.end - head.chunk.first
+        count = head.chunk.end - head.chunk.first
+        if EDGE:
+            inside = present(rows, head.chunk, S)
     if TRANSPOSED:
         q = q.descriptor.load([start_m, q.first + i * STATIC.E_QK])
         do = do.descriptor.load([start_m, do.first + i * STATIC.E])
@@ -106,7 +108,7 @@ def _dkdv_tile(
         q = load_tile(Rows(q.ptr + i * STATIC.E_QK, q.stride), inside, S, EDGE, STATIC.E_QK, STATIC.BLOCK_E)
         do = load_tile(Rows(do.ptr + i * STATIC.E, do.stride), inside, S, EDGE, STATIC.E, STATIC.BLOCK_E)
     at = tl.minimum(rows, S - 1) if EDGE else rows
-    if hasattr(head, "chunk"):
+    if EDGE and hasattr(head, "chunk"):
         at = tl.minimum(tl.maximum(rows, head.chunk.first), head.chunk.end - 1)
     lse2 = tl.load(lse_ptr + i * count + at) * LOG2_E
     delta = tl.load(delta_ptr + i * count + at)
@@ -255,7 +257,7 @@ def _dq_kernel(
         rows += first_tile * BLOCK_M
         at, count = present(rows, chunk, S), chunk.end - chunk.first
         group_ptr, k_rows = before_chunk(group_ptr, qk_strides.s, chunk), chunk_keys(chunk, b, h // Q)
-        do_ptr, dqkv_ptr = before_chunk(do_ptr, steps.o, chunk), before_chunk(dqkv_ptr, steps.dqkv, chunk)
+        do_ptr = before_chunk(do_ptr, steps.o, chunk)
         lse_ptr, delta_ptr = before_chunk(lse_ptr, 1, chunk), before_chunk(delta_ptr, 1, chunk)
     first, last = keys_seen(rows, head, STATIC)
     q = load_tile(Rows(group_ptr + h % Q * E_QK, qk_strides.s), at, S, True, E_QK, BLOCK_E)
@@ -276,7 +278,7 @@ def _dq_kernel(
         )  # fmt: skip
     out_ptr = dqkv_ptr + ((b.to(tl.int64) * G + h // Q) * (Q + 2) + h % Q) * E
     if chunk is not None:
-        out_ptr = dqkv_ptr + plane.to(tl.int64) * E
+        out_ptr = before_chunk(dqkv_ptr, steps.dqkv, chunk) + plane.to(tl.int64) * E
     dq *= numbers.scale * numbers.keep_scale
     store_rotated_back(Rows(out_ptr, steps.dqkv), dq, at, head, STATIC)
 
@@ -369,6 +371,7 @@ def _launch_bwd(
     steps_to = lambda gradient: steps_of(gradient, batch, static, chunk=chunk is not None)
     dkdv_config = _dkdv_parameters(x, qk, do, static=static, options=options, chunk=chunk)
     dq_config: LaunchConfig = dict(STATIC=static) | config("dq", target(x.device).arch, x, options)
+    numbers |= registers(target(x.device).arch, chunk)
     grid = -(-options.seq // dkdv_config["BLOCK_N"]) * batch * G
     launch(_dkdv_kernel, (grid,), x.device, *arrays, dkv, **numbers, steps=steps_to(dkv), **dkdv_config)
     grid = query_tiles(options, chunk, dq_config["BLOCK_M"]) * batch * G * Q

@@ -20,7 +20,7 @@ from ..runtime.philox import scale
 from ..runtime.triton import tl, triton
 from ..runtime.tuning import LaunchConfig
 from . import torch_forward
-from .config import config, default_config
+from .config import config, default_config, registers
 from .options import TENSORS, Options, QueryChunk, check_width, keys_in_range, query_positions, scores
 from .triton_records import (
     ChunkRows,
@@ -224,7 +224,6 @@ def _fwd_kernel(
         rows += first_tile * BLOCK_M
         at, count = present(rows, chunk, S), chunk.end - chunk.first
         group_ptr, k_rows = before_chunk(group_ptr, qk_strides.s, chunk), chunk_keys(chunk, b, h // Q)
-        o_ptr, lse_ptr = before_chunk(o_ptr, steps.o, chunk), before_chunk(lse_ptr, 1, chunk)
     first, last = keys_seen(rows, head, STATIC)
     q = load_rotated(Rows(group_ptr + h % Q * E_QK, qk_strides.s), at, head, True, STATIC)
     o = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
@@ -253,6 +252,8 @@ def _fwd_kernel(
             o, total, top = _fwd_tile(
                 o, total, top, q, k_rows, v_rows, tile, rows, first, last, head, True, STATIC, BLOCK_N
             )  # fmt: skip
+    if chunk is not None:
+        o_ptr, lse_ptr = before_chunk(o_ptr, steps.o, chunk), before_chunk(lse_ptr, 1, chunk)
     nothing = total == 0.0
     lse = tl.where(nothing, float("inf"), (top + tl.log2(total)) * LN_2)
     tl.store(lse_ptr + plane.to(tl.int64) * (S if chunk is None else count) + at, lse, mask=at < S)
@@ -395,7 +396,8 @@ def _launch_fwd(x: Tensor, options: Options, chunk: QueryChunk | None) -> tuple[
     numbers = dict(B=batch, S=options.seq, G=G, Q=Q, documents=documents_of(options), numbers=numbers_of(options))
     numbers |= dict(steps=steps_of(x, batch, static, chunk=chunk is not None))
     numbers |= dict(qk_strides=strides_of(qk, batch), v_strides=strides_of(kv, batch))
-    launch(_fwd_kernel, grid, x.device, *arrays, **numbers, **shape)
+    limit = registers(target(x.device).arch, chunk)
+    launch(_fwd_kernel, grid, x.device, *arrays, **numbers, **shape, **limit)
     return o, lse
 
 
