@@ -119,7 +119,7 @@ def queries_backward(S: int, E: int) -> list[tuple[Any, ...]]:
     made = []
     for q, chunk, options in queries_forward(S, E):
         do, o = random(2, len(q), 4 * E)
-        made.append((do, q, chunk, o, torch.rand(options.batch, 4, chunk.count) + 3, options))
+        made.append((do, q, chunk, o, torch.rand(options.batch, 4, chunk.queries) + 3, options))
     return made
 
 
@@ -240,7 +240,11 @@ for module in pkgutil.walk_packages(tpfuse.__path__, "tpfuse."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
 LAUNCHED = [name for name, op in OPS.items() if op.launch is not None]
-OTHERWISE = [name for name in LAUNCHED if name.startswith(("attention_fwd", "attention_of_queries_fwd", "embed_f", "linear", "norm", "reduce_b"))]
+OTHERWISE = [
+    name
+    for name in LAUNCHED
+    if name.startswith(("attention_fwd", "attention_of_queries_fwd", "embed_f", "linear", "norm", "reduce_b"))
+]
 
 
 def fused(kernel: str, arch: str, dtype: torch.dtype, shape: tuple[int, ...], default: dict) -> dict:

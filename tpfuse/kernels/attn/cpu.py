@@ -120,7 +120,7 @@ class _Problem:
         self.here, self.keys = query_positions(options, chunk), slice(0, options.seq)
         self.reach = self.here.start, self.here.stop
         if chunk is not None:
-            self.reach = _whole_blocks(self.spans, self.here) if chunk.count else self.reach
+            self.reach = _whole_blocks(self.spans, self.here) if chunk.queries else self.reach
             blocks = list(_blocks(options, self.spans, *self.reach))
             first = min((block.first_key for block in blocks), default=0)
             self.keys = slice(first, max((block.last_key for block in blocks), default=first))

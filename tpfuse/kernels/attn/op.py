@@ -17,11 +17,11 @@ its lse is +inf, so that exp(S - lse) is 0 in backward too.  Query i sees key j 
 and both lie in one interval of cu_seqlens.  The mask of a probability is counted by (query position, site <<
 16 | global query head, key position, sample), whatever the documents; nothing of it is saved.
 
-A chunk of queries lies at contiguous positions of every sample: q [m, G, Q, E] with row (s - first) B + b, kv [M, G, 2,
-E] of all positions (k, v of each group).  o [m, G Q E] and lse [B, H, n] are of its n positions, and so is what backward
-gives: dq in q's dtype, and dkv [M, G, 2, E] in fp32 (fp64 for fp64), rotated back but not rounded, which callers add up
-over chunks.  o and dq have the bits of a call over all positions whatever the chunk is: its tiles, or on a CPU its
-blocks, are those of that call, with nothing in the rows of other chunks.  dk and dv are equal to rounding.
+A chunk of queries lies at n contiguous positions of every sample: q [m, G, Q, E] with row (s - first) B + b, and kv
+[M, G, 2, E], k and v of all positions, not rotated.  It gives o [m, G Q E] and lse [B, H, n], and in backward dq in q's
+dtype and dkv [M, G, 2, E] in fp32 (fp64 for fp64): its own part, rotated back and not rounded, which callers add up
+over chunks.  o, lse and dq have the bits of a call over all positions, wherever the chunk begins and ends: its tiles,
+or on a CPU its blocks, are those of that call, with nothing in the rows of others.  dk and dv are equal to rounding.
 """
 
 from typing import Any
@@ -66,7 +66,7 @@ def _decode_fake(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions) -> Ten
 
 def _of_queries_fwd_fake(q: Tensor, chunk: QueryChunk, options: Options) -> tuple[Tensor, Tensor]:
     m, G, Q, E = q.shape
-    return q.new_empty(m, G * Q * E), q.new_empty(options.batch, G * Q, chunk.count, dtype=acc_dtype(q))
+    return q.new_empty(m, G * Q * E), q.new_empty(options.batch, G * Q, chunk.queries, dtype=acc_dtype(q))
 
 
 def _of_queries_bwd_fake(
@@ -281,5 +281,5 @@ def attention_of_queries(
 def attend_queries(q: Tensor, chunk: QueryChunk, options: Options) -> Tensor:
     """Computes :func:`attention_of_queries` of its arguments as records."""
     q, kv = autocast(q, chunk.kv)
-    output: Tensor = _AttentionOfQueries.apply(q, kv, chunk.first, chunk.count, options)
+    output: Tensor = _AttentionOfQueries.apply(q, kv, chunk.first, chunk.queries, options)
     return output

@@ -51,11 +51,11 @@ class QueryChunk(NamedTuple):
 
     kv: Tensor  # [M, G, 2, E], row s B + b: k and v of each group
     first: int  # position of the first query
-    count: int  # positions with queries
+    queries: int  # positions with queries
 
     @property
     def end(self) -> int:
-        return self.first + self.count
+        return self.first + self.queries
 
 
 class DecodeOptions(NamedTuple):
@@ -142,12 +142,12 @@ def check_chunk(q: Tensor, chunk: QueryChunk, options: Options) -> None:
         raise ValueError(
             f"{name}: q must be [m, G, Q, E] and kv [M, G, 2, E], of one dtype, got {described(q)} and {described(kv)}"
         )
-    check_numbers(name, dict(first_query=chunk.first, queries=chunk.count), dict(first_query=WHOLE, queries=WHOLE))
+    check_numbers(name, dict(first_query=chunk.first, queries=chunk.queries), dict(first_query=WHOLE, queries=WHOLE))
     check_options((len(kv), q.shape[1], q.shape[2] + 2, q.shape[3]), options)
     if chunk.end > seq:
-        raise ValueError(f"{name}: first_query + queries = {chunk.first} + {chunk.count} are more than seq = {seq}")
-    if chunk.count * batch > len(q):
-        raise ValueError(f"{name}: queries x batch = {chunk.count} x {batch} rows are more than q's {len(q)}")
+        raise ValueError(f"{name}: first_query + queries = {chunk.first} + {chunk.queries} are more than seq = {seq}")
+    if chunk.queries * batch > len(q):
+        raise ValueError(f"{name}: queries x batch = {chunk.queries} x {batch} rows are more than q's {len(q)}")
 
 
 def default_seq(rows: int, batch: int) -> int:

@@ -23,7 +23,7 @@ def operands(x: Tensor, options: Options, chunk: QueryChunk | None) -> tuple[Ten
     if chunk is None:
         return heads(x, options.batch, options.seq)
     k, v = by_position(chunk.kv, options.batch, options.seq).split(1, 2)
-    return by_position(x, options.batch, chunk.count), k, v
+    return by_position(x, options.batch, chunk.queries), k, v
 
 
 def by_position(x: Tensor, batch: int, positions: int) -> Tensor:
@@ -110,8 +110,9 @@ def _dense(
     (q, k, v), rows = operands(x, options, chunk), query_positions(options, chunk)
     rotation = angles(options, acc_dtype(x))
     if rotation is not None:
-        q = rotate(q, *(t[..., rows, :] for t in rotation), options.interleaved)
-        k = rotate(k, *rotation, options.interleaved)
+        cos, sin = rotation
+        q = rotate(q, cos[..., rows, :], sin[..., rows, :], options.interleaved)
+        k = rotate(k, cos, sin, options.interleaved)
     q, k, v = (t.to(acc_dtype(x)) for t in (q, k, v))
     s = q @ k.transpose(-1, -2) * options.scale
     slope: Tensor | float = options.scale
@@ -138,7 +139,9 @@ def _scaled_mask(options: Options, probs: Tensor, rows: slice) -> Tensor | float
 def _by_row(x: Tensor, rows: int) -> Tensor:
     """Returns x [B, G, slots, n, E] as [rows, G, slots, E], zero beyond n B; contiguous."""
     flat = x.permute(3, 0, 1, 2, 4).flatten(0, 1)
-    return flat.contiguous() if len(flat) == rows else torch.cat([flat, flat.new_zeros(rows - len(flat), *flat.shape[1:])])
+    return (
+        flat.contiguous() if len(flat) == rows else torch.cat([flat, flat.new_zeros(rows - len(flat), *flat.shape[1:])])
+    )
 
 
 def _forward(x: Tensor, options: Options, chunk: QueryChunk | None) -> tuple[Tensor, Tensor]:

@@ -141,8 +141,9 @@ def fwd_tiles(x: Tensor, options: Options, chunk: QueryChunk | None = None) -> t
     (q, k, v), here = operands(x, options, chunk), query_positions(options, chunk)
     rotation = angles(options, acc_dtype(x))
     if rotation is not None:
-        q = rotate(q, *(t[..., here, :] for t in rotation), options.interleaved)
-        k = rotate(k, *rotation, options.interleaved)
+        cos, sin = rotation
+        q = rotate(q, cos[..., here, :], sin[..., here, :], options.interleaved)
+        k = rotate(k, cos, sin, options.interleaved)
     batch, G, Q, n, E = q.shape
     numbers = TileOptions(options.tile, options.causal, options.window, scale=options.scale, softcap=options.softcap)
     keep = None if options.rng is None else _Keep(options, G, Q, acc_dtype(x))

@@ -149,7 +149,7 @@ def _dkdv_kernel(
     tensors,
     dqkv_ptr,  # [M, G, Q + 2, E] out: the last two of every group; of a chunk dkv [M, G, 2, E]
     do_rows, qk_rows,  # do and qk as [S, columns]: descriptors where TRANSPOSED, else None
-    chunk,  # ChunkRows; then qk is q alone, and do, lse and delta have rows of its positions.  None: the queries are all
+    chunk,  # ChunkRows; then qk is q alone, and do, lse and delta have its rows.  None: the queries are all
     B, S, G, Q, documents, numbers, qk_strides, v_strides, steps,
     STATIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
@@ -180,9 +180,9 @@ def _dkdv_kernel(
         lse_ptr, delta_ptr = lse_ptr - h * (S - count) - chunk.first, delta_ptr - h * (S - count) - chunk.first
         first, last = tl.maximum(first, chunk.first), tl.minimum(last, chunk.end)
         k_rows = chunk_keys(chunk, b, g)
-        q = Rows(before_chunk(group_ptr, qk_strides.s, chunk), qk_strides.s)
-        do = Rows(before_chunk(do_ptr + h * E, do_stride, chunk), do_stride)
-        head = ChunkHead(tensors, numbers, documents, B, S, b, head.place, chunk)
+        q = Rows(before_chunk(group_ptr, qk_strides.s, chunk), qk_strides.s)  # type: ignore[assignment]
+        do = Rows(before_chunk(do_ptr + h * E, do_stride, chunk), do_stride)  # type: ignore[assignment]
+        head = ChunkHead(tensors, numbers, documents, B, S, b, head.place, chunk)  # type: ignore[assignment]
     k = load_tile(k_rows, keys, S, True, E_QK, BLOCK_E)
     v = load_tile(Rows(v_ptr, v_strides.s), keys, S, True, E, BLOCK_E)
     dk = tl.zeros([BLOCK_E, BLOCK_N] if TRANSPOSED else [BLOCK_N, BLOCK_E], tl.float32)
@@ -354,7 +354,7 @@ def _launch_bwd(
         do, x, o, lse, options, chunk = placed((do, x, o, lse, options, chunk))
     x, chunk = dense_heads(x), None if chunk is None else chunk._replace(kv=dense_heads(chunk.kv))
     do, o, lse = do.contiguous(), o.contiguous(), lse.contiguous()
-    rows, batch, (M, G, slots, _) = query_positions(options, chunk), options.batch, x.shape
+    rows, batch, (_, G, slots, _) = query_positions(options, chunk), options.batch, x.shape
     n, Q, kv = rows.stop - rows.start, slots - 2 if chunk is None else slots, x if chunk is None else chunk.kv
     dq, delta = x.new_empty(x.shape), lse.new_empty(lse.shape)
     dkv = dq if chunk is None else kv.new_empty(kv.shape, dtype=torch.float32)

@@ -197,7 +197,7 @@ def _fwd_kernel(
     o_ptr,  # [M, H E] out
     lse_ptr,  # [B, H, S] out, fp32
     qkv_rows, rest_rows,  # qkv as [S, columns]: descriptors of BLOCK_E and REST of them where AHEAD, else None
-    chunk,  # ChunkRows; then qk is q alone, and o and lse have rows of its positions.  None: the queries are all
+    chunk,  # ChunkRows; then qk is q alone, and o and lse have its rows.  None: the queries are all
     B, S, G, Q, documents, numbers, qk_strides, v_strides, steps,
     STATIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -275,8 +275,11 @@ class Delta(NamedTuple):
     delta: Tensor | None = None  # [B, H, S], filled: divided by dropout's factor
 
 
+NO_DELTA = Delta()
+
+
 def prepare(
-    x: Tensor, options: Options, chunk: QueryChunk | None, delta: Delta = Delta()
+    x: Tensor, options: Options, chunk: QueryChunk | None, delta: Delta = NO_DELTA
 ) -> tuple[Tensor, ChunkRows | None]:
     """Fills delta where it is given, and returns q and k as the kernels after it read them, rotated where there are
     rotary positions: both in one tensor, or a chunk's q, and its k among the ChunkRows."""
@@ -285,9 +288,9 @@ def prepare(
     rows, k = query_positions(options, chunk), chunk.kv
     cut = lambda table: None if table is None else table[rows] if options.positions is None else table
     positions = None if options.positions is None else options.positions[rows.start * options.batch :]
-    here = options._replace(seq=chunk.count, cos=cut(options.cos), sin=cut(options.sin), positions=positions)
+    here = options._replace(seq=chunk.queries, cos=cut(options.cos), sin=cut(options.sin), positions=positions)
     if options.cos is not None:
-        k = _prepare(k[:, :, :1], options, Delta(), chunk=True)
+        k = _prepare(k[:, :, :1], options, NO_DELTA, chunk=True)
     return _prepare(x, here, delta, chunk=True), chunk_rows(chunk, k, options.batch)
 
 
@@ -427,5 +430,5 @@ def of_queries_fwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost
 
 def kv_in_range(chunk: QueryChunk, options: Options) -> Tensor:
     """Returns the rows of kv that causal and window let the chunk's queries see."""
-    first, last = keys_in_range(options, chunk.first, chunk.end) if chunk.count else (0, 0)
+    first, last = keys_in_range(options, chunk.first, chunk.end) if chunk.queries else (0, 0)
     return chunk.kv[first * options.batch : last * options.batch]

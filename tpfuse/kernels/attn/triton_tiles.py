@@ -58,12 +58,12 @@ class ChunkHead(NamedTuple):
     were."""
 
     tensors: Tensors
-    numbers: Numbers
-    documents: int
+    numbers: Numbers | None
+    documents: int | None
     B: int
     S: int
     b: int
-    place: Place
+    place: Place | None
     chunk: ChunkRows
 
 
