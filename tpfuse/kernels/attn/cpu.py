@@ -92,19 +92,19 @@ def _blocks(options: Options, spans: list[tuple[int, int]], start_row: int, end_
     for start, end in spans:
         for a in range(max(start, start_row), min(end, end_row), BLOCK):
             e = min(a + BLOCK, end, end_row)
-            first, last = keys_in_range(options, a, e)
-            yield _QueryBlock(a, e, max(start, first), min(end, last))
+            begin, stop = keys_in_range(options, a, e)
+            yield _QueryBlock(a, e, max(start, begin), min(end, stop))
 
 
 def _whole_blocks(spans: list[tuple[int, int]], rows: slice) -> tuple[int, int]:
     """Returns the positions ``rows``, extended by the rest of the blocks that the first and the last one lie in."""
-    first, last = rows.start, rows.stop
+    begin, stop = rows.start, rows.stop
     for start, end in spans:
         if start < rows.start < end:
-            first -= (rows.start - start) % BLOCK
+            begin -= (rows.start - start) % BLOCK
         if start < rows.stop < end:
-            last = min(last + (start - last) % BLOCK, end)
-    return first, last
+            stop = min(stop + (start - stop) % BLOCK, end)
+    return begin, stop
 
 
 class _Problem:
@@ -122,8 +122,8 @@ class _Problem:
         if chunk is not None:
             self.reach = _whole_blocks(self.spans, self.here) if chunk.queries else self.reach
             blocks = list(_blocks(options, self.spans, *self.reach))
-            first = min((block.first_key for block in blocks), default=0)
-            self.keys = slice(first, max((block.last_key for block in blocks), default=first))
+            begin = min((block.first_key for block in blocks), default=0)
+            self.keys = slice(begin, max((block.last_key for block in blocks), default=begin))
 
 
 class _Samples:
@@ -165,8 +165,8 @@ class _Samples:
 
     def queries(self, block: _QueryBlock) -> tuple[slice, slice]:
         """Returns where the block's queries lie in q, and where in the block."""
-        first, last = max(block.start, self.here.start), min(block.end, self.here.stop)
-        return slice(first - self.here.start, last - self.here.start), slice(first - block.start, last - block.start)
+        start, stop = max(block.start, self.here.start), min(block.end, self.here.stop)
+        return slice(start - self.here.start, stop - self.here.start), slice(start - block.start, stop - block.start)
 
     def rows(self, x: Tensor, block: _QueryBlock) -> Tensor:
         """Returns the block's rows of x [.., Q, rows, E] as [n G, Q rows, E], 0 where there is no query."""
@@ -180,10 +180,10 @@ class _Samples:
         """Returns x [n G, Q rows, ...] as [n, G, Q, rows, ...], a view."""
         return self.by_sample(x).unflatten(2, (self.Q, block.end - block.start))
 
-    def put(self, x: Tensor, block: _QueryBlock, out: Tensor) -> None:
-        """Writes the block's x [n G, Q rows, E] to its queries in ``out`` [n, G, Q, rows, E]."""
+    def put(self, x: Tensor, block: _QueryBlock, y: Tensor) -> None:
+        """Writes the block's x [n G, Q rows, E] to its queries in y [n, G, Q, rows, E]."""
         queries, inside = self.queries(block)
-        out[:, :, :, queries] = self.by_row(x, block)[:, :, :, inside]
+        y[:, :, :, queries] = self.by_row(x, block)[:, :, :, inside]
 
     def scores(self, q: Tensor, block: _QueryBlock) -> tuple[Tensor, Tensor | None]:
         """Returns [n G, Q rows, keys], -inf where masked; and where scores are capped the tanh."""
@@ -343,7 +343,7 @@ def fwd_cpu(x: Tensor, options: Options, chunk: QueryChunk | None = None) -> tup
 
 
 def _backward(do: Tensor, x: Tensor, o: Tensor, options: Options, chunk: QueryChunk | None) -> Backward:
-    backward = Backward(do, x, o, options, chunk)
+    backward = Backward(do, x, o, options, chunk=chunk)
     for gradients in backward.samples():
         backward.attend(gradients, *backward.problem.reach)
         backward.finish(gradients)

@@ -139,18 +139,18 @@ class _AttentionOfQueries(Function):
     """dkv is rounded to kv's dtype; who adds up those of several chunks calls attention_of_queries_bwd."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, first: int, count: int, options: Options) -> Tensor:
-        o, lse = attention_of_queries_fwd(q, QueryChunk(kv, first, count), options)
+    def forward(ctx: Any, q: Tensor, kv: Tensor, start: int, queries: int, options: Options) -> Tensor:
+        o, lse = attention_of_queries_fwd(q, QueryChunk(kv, start, queries), options)
         ctx.save_for_backward(q, kv, o, lse, *options[:TENSORS])
-        ctx.numbers = first, count, options[TENSORS:]
+        ctx.numbers = start, queries, options[TENSORS:]
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        (q, kv, o, lse, *tensors), (first, count, constants) = ctx.saved_tensors, ctx.numbers
-        options = Options(*tensors, *constants)
-        dq, dkv = attention_of_queries_bwd(do.contiguous(), q, QueryChunk(kv, first, count), o, lse, options)
+        (q, kv, o, lse, *tensors), (start, queries, constants) = ctx.saved_tensors, ctx.numbers
+        chunk, options = QueryChunk(kv, start, queries), Options(*tensors, *constants)
+        dq, dkv = attention_of_queries_bwd(do.contiguous(), q, chunk, o, lse=lse, options=options)
         return dq, dkv.to(kv.dtype), None, None, None
 
 
@@ -281,5 +281,5 @@ def attention_of_queries(
 def attend_queries(q: Tensor, chunk: QueryChunk, options: Options) -> Tensor:
     """Computes :func:`attention_of_queries` of its arguments as records."""
     q, kv = autocast(q, chunk.kv)
-    output: Tensor = _AttentionOfQueries.apply(q, kv, chunk.first, chunk.queries, options)
+    output: Tensor = _AttentionOfQueries.apply(q, kv, chunk.start, chunk.queries, options)
     return output

@@ -50,12 +50,12 @@ class QueryChunk(NamedTuple):
     """The positions of a call's queries, where they are not all, and the keys and values of all positions."""
 
     kv: Tensor  # [M, G, 2, E], row s B + b: k and v of each group
-    first: int  # position of the first query
+    start: int  # position of the first query
     queries: int  # positions with queries
 
     @property
     def end(self) -> int:
-        return self.first + self.queries
+        return self.start + self.queries
 
 
 class DecodeOptions(NamedTuple):
@@ -70,7 +70,7 @@ class DecodeOptions(NamedTuple):
 
 def query_positions(options: Options, chunk: QueryChunk | None) -> slice:
     """Returns the positions of a call's queries: all without a chunk."""
-    return slice(0, options.seq) if chunk is None else slice(chunk.first, chunk.end)
+    return slice(0, options.seq) if chunk is None else slice(chunk.start, chunk.end)
 
 
 def keys_in_range(options: Options, start: int, end: int) -> tuple[int, int]:
@@ -90,8 +90,8 @@ def scores(x: Tensor, options: Options, chunk: QueryChunk | None = None) -> tupl
     heads = options.batch * x.shape[1] * (x.shape[2] - (2 if chunk is None else 0))
     for start in range(rows.start, rows.stop, 128):
         end = min(start + 128, rows.stop)
-        first, last = keys_in_range(options, start, end)
-        computed += (end - start) * (last - first)
+        begin, stop = keys_in_range(options, start, end)
+        computed += (end - start) * (stop - begin)
     span = S if options.window is None else min(options.window, S)
 
     def twice_before(position: int) -> int:
@@ -142,10 +142,10 @@ def check_chunk(q: Tensor, chunk: QueryChunk, options: Options) -> None:
         raise ValueError(
             f"{name}: q must be [m, G, Q, E] and kv [M, G, 2, E], of one dtype, got {described(q)} and {described(kv)}"
         )
-    check_numbers(name, dict(first_query=chunk.first, queries=chunk.queries), dict(first_query=WHOLE, queries=WHOLE))
+    check_numbers(name, dict(first_query=chunk.start, queries=chunk.queries), dict(first_query=WHOLE, queries=WHOLE))
     check_options((len(kv), q.shape[1], q.shape[2] + 2, q.shape[3]), options)
     if chunk.end > seq:
-        raise ValueError(f"{name}: first_query + queries = {chunk.first} + {chunk.queries} are more than seq = {seq}")
+        raise ValueError(f"{name}: first_query + queries = {chunk.start} + {chunk.queries} are more than seq = {seq}")
     if chunk.queries * batch > len(q):
         raise ValueError(f"{name}: queries x batch = {chunk.queries} x {batch} rows are more than q's {len(q)}")
 

@@ -138,11 +138,11 @@ def _check_products(rows: int, E: int, dtype: torch.dtype) -> None:
 def fwd_tiles(x: Tensor, options: Options, chunk: QueryChunk | None = None) -> tuple[Tensor, Tensor]:
     """attention_fwd, or with a chunk attention_of_queries_fwd, on a CPU, in tiles of ``options.tile`` queries."""
     check(options.bias is None, "attention: an additive bias is not built for batch_invariant")
-    (q, k, v), here = operands(x, options, chunk), query_positions(options, chunk)
+    (q, k, v), places = operands(x, options, chunk), query_positions(options, chunk)
     rotation = angles(options, acc_dtype(x))
     if rotation is not None:
         cos, sin = rotation
-        q = rotate(q, cos[..., here, :], sin[..., here, :], options.interleaved)
+        q = rotate(q, cos[..., places, :], sin[..., places, :], options.interleaved)
         k = rotate(k, cos, sin, options.interleaved)
     batch, G, Q, n, E = q.shape
     numbers = TileOptions(options.tile, options.causal, options.window, scale=options.scale, softcap=options.softcap)
@@ -151,13 +151,13 @@ def fwd_tiles(x: Tensor, options: Options, chunk: QueryChunk | None = None) -> t
     lse = x.new_full((batch, G * Q, n), INF, dtype=acc_dtype(x))
     o_by_head, lse_by_head = by_head(output, batch, n, (G, Q)), lse.unflatten(1, (G, Q))
     for start, stop in documents(options):
-        first, last = max(start, here.start), min(stop, here.stop)
-        if first >= last:
+        begin, end = max(start, places.start), min(stop, places.stop)
+        if begin >= end:
             continue
-        keys_of, rows = slice(start, stop), slice(first - here.start, last - here.start)
+        keys_of, rows = slice(start, stop), slice(begin - places.start, end - places.start)
         mask = None if options.key_mask is None else options.key_mask[:, keys_of]
         keys = Keys.of(k[:, :, 0, keys_of], v[:, :, 0, keys_of], mask, start)
-        o, sums = attend_tiles(q[:, :, :, rows], keys, numbers, start=first, keep=keep)
+        o, sums = attend_tiles(q[:, :, :, rows], keys, numbers, start=begin, keep=keep)
         o_by_head[:, :, :, rows], lse_by_head[:, :, :, rows] = o, sums
     return output, lse
 

@@ -98,7 +98,7 @@ def _dkdv_tile(
     rows = start_m + tl.arange(0, BLOCK_M)
     inside, count = rows, S
     if hasattr(head, "chunk"):
-        count = head.chunk.end - head.chunk.first
+        count = head.chunk.end - head.chunk.start
         if EDGE:
             inside = present(rows, head.chunk, S)
     if TRANSPOSED:
@@ -107,11 +107,11 @@ def _dkdv_tile(
     else:
         q = load_tile(Rows(q.ptr + i * STATIC.E_QK, q.stride), inside, S, EDGE, STATIC.E_QK, STATIC.BLOCK_E)
         do = load_tile(Rows(do.ptr + i * STATIC.E, do.stride), inside, S, EDGE, STATIC.E, STATIC.BLOCK_E)
-    at = tl.minimum(rows, S - 1) if EDGE else rows
+    nearest = tl.minimum(rows, S - 1) if EDGE else rows
     if EDGE and hasattr(head, "chunk"):
-        at = tl.minimum(tl.maximum(rows, head.chunk.first), head.chunk.end - 1)
-    lse2 = tl.load(lse_ptr + i * count + at) * LOG2_E
-    delta = tl.load(delta_ptr + i * count + at)
+        nearest = tl.minimum(tl.maximum(rows, head.chunk.start), head.chunk.end - 1)
+    lse2 = tl.load(lse_ptr + i * count + nearest) * LOG2_E
+    delta = tl.load(delta_ptr + i * count + nearest)
     seen = None
     if EDGE:  # by rows, of which a thread has few, whereas it has many keys
         first, last = keys_seen(rows, head, STATIC)
@@ -176,9 +176,9 @@ def _dkdv_kernel(
     first, last = queries_seeing(keys, head, STATIC)
     k_rows = Rows(group_ptr + Q * E_QK, qk_strides.s)
     if chunk is not None:
-        count = chunk.end - chunk.first
-        lse_ptr, delta_ptr = lse_ptr - h * (S - count) - chunk.first, delta_ptr - h * (S - count) - chunk.first
-        first, last = tl.maximum(first, chunk.first), tl.minimum(last, chunk.end)
+        count = chunk.end - chunk.start
+        lse_ptr, delta_ptr = lse_ptr - h * (S - count) - chunk.start, delta_ptr - h * (S - count) - chunk.start
+        first, last = tl.maximum(first, chunk.start), tl.minimum(last, chunk.end)
         k_rows = chunk_keys(chunk, b, g)
         q = Rows(before_chunk(group_ptr, qk_strides.s, chunk), qk_strides.s)  # type: ignore[assignment]
         do = Rows(before_chunk(do_ptr + h * E, do_stride, chunk), do_stride)  # type: ignore[assignment]
@@ -252,19 +252,19 @@ def _dq_kernel(
     k_rows, v_rows = Rows(group_ptr + Q * E_QK, qk_strides.s), Rows(v_ptr, v_strides.s)
     head = Head(tensors, numbers, documents, B, S, b, locate_head(tensors, numbers, b, h, S))
     rows = start_m + tl.arange(0, BLOCK_M)
-    at = rows
+    inside = rows
     if chunk is not None:
         rows += first_tile * BLOCK_M
-        at, count = present(rows, chunk, S), chunk.end - chunk.first
+        inside, count = present(rows, chunk, S), chunk.end - chunk.start
         group_ptr, k_rows = before_chunk(group_ptr, qk_strides.s, chunk), chunk_keys(chunk, b, h // Q)
         do_ptr = before_chunk(do_ptr, steps.o, chunk)
         lse_ptr, delta_ptr = before_chunk(lse_ptr, 1, chunk), before_chunk(delta_ptr, 1, chunk)
     first, last = keys_seen(rows, head, STATIC)
-    q = load_tile(Rows(group_ptr + h % Q * E_QK, qk_strides.s), at, S, True, E_QK, BLOCK_E)
-    do = load_tile(Rows(do_ptr + plane.to(tl.int64) * E, steps.o), at, S, True, E, BLOCK_E)
-    offsets = plane.to(tl.int64) * (S if chunk is None else count) + at
-    lse2 = tl.load(lse_ptr + offsets, mask=at < S, other=0.0) * LOG2_E
-    delta = tl.load(delta_ptr + offsets, mask=at < S, other=0.0)
+    q = load_tile(Rows(group_ptr + h % Q * E_QK, qk_strides.s), inside, S, True, E_QK, BLOCK_E)
+    do = load_tile(Rows(do_ptr + plane.to(tl.int64) * E, steps.o), inside, S, True, E, BLOCK_E)
+    offsets = plane.to(tl.int64) * (S if chunk is None else count) + inside
+    lse2 = tl.load(lse_ptr + offsets, mask=inside < S, other=0.0) * LOG2_E
+    delta = tl.load(delta_ptr + offsets, mask=inside < S, other=0.0)
     dq = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     begin, a, e, end = tile_range(first, last, BLOCK_N)
     for start in tl.range(a, e, BLOCK_N):
@@ -280,7 +280,7 @@ def _dq_kernel(
     if chunk is not None:
         out_ptr = before_chunk(dqkv_ptr, steps.dqkv, chunk) + plane.to(tl.int64) * E
     dq *= numbers.scale * numbers.keep_scale
-    store_rotated_back(Rows(out_ptr, steps.dqkv), dq, at, head, STATIC)
+    store_rotated_back(Rows(out_ptr, steps.dqkv), dq, inside, head, STATIC)
 
 
 # ---- the form of dk and dv ----
@@ -395,16 +395,15 @@ def bwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
 
 
 def of_queries_bwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
-    """Counts as bwd_cost does: dk and dv read all of kv, dq what the chunk sees of it."""
-    (do, q, chunk, o, lse, options), (dq, dkv) = args, outputs
-    first, kv, seen, rotated = moved(do, o), moved(chunk.kv), moved(kv_in_range(chunk, options)), 0
-    read_q = moved(q)
+    """Counts as bwd_cost does; dk and dv read all of kv, dq what the chunk's queries see."""
+    (do, q, chunk, _, lse, options), (dq, dkv) = args, outputs
+    keys, in_range, queries = moved(chunk.kv) // 2, moved(kv_in_range(chunk, options)) // 2, moved(q)
+    prepared, width, rotated = 2 * moved(do), 1.0, 0
     if options.cos is not None:
-        width = static_of(q, Options()).BLOCK_E / q.shape[3]
-        first += read_q + kv // 2 + moved(options.cos, options.sin, options.positions)
-        read_q, kv, seen = int(read_q * width), int(kv // 2 * (1 + width)), int(seen // 2 * (1 + width))
-        rotated = read_q + int(moved(chunk.kv) // 2 * width)
-    each = read_q + moved(do, lse, lse, *options[:TENSORS])
+        width = static_of(q, Options()).BLOCK_E / q.shape[3]  # a rotated head has so many times the columns
+        prepared += queries + keys + moved(options.cos, options.sin, options.positions)
+        rotated = int((queries + keys) * width)
+    of_both = int((2 * queries + keys + in_range) * width) + keys + in_range
+    of_both += 2 * moved(do, lse, lse, *options[:TENSORS])
     left, computed = scores(q, options, chunk)
-    written = moved(dq, dkv, lse) + rotated
-    return Cost(first + 2 * each + kv + seen, written, 10 * left * q.shape[-1], scores=computed)
+    return Cost(prepared + of_both, moved(dq, dkv, lse) + rotated, 10 * left * q.shape[-1], scores=computed)

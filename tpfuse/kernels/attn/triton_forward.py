@@ -219,13 +219,13 @@ def _fwd_kernel(
         v_rows = Rows(v_ptr, v_strides.s)
     head = Head(tensors, numbers, documents, B, S, b, locate_head(tensors, numbers, b, h, S))
     rows = start_m + tl.arange(0, BLOCK_M)
-    at = rows
+    inside = rows
     if chunk is not None:
         rows += first_tile * BLOCK_M
-        at, count = present(rows, chunk, S), chunk.end - chunk.first
+        inside, count = present(rows, chunk, S), chunk.end - chunk.start
         group_ptr, k_rows = before_chunk(group_ptr, qk_strides.s, chunk), chunk_keys(chunk, b, h // Q)
     first, last = keys_seen(rows, head, STATIC)
-    q = load_rotated(Rows(group_ptr + h % Q * E_QK, qk_strides.s), at, head, True, STATIC)
+    q = load_rotated(Rows(group_ptr + h % Q * E_QK, qk_strides.s), inside, head, True, STATIC)
     o = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     total, top = tl.zeros([BLOCK_M], tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32)
     begin, a, e, end = tile_range(first, last, BLOCK_N)
@@ -256,10 +256,10 @@ def _fwd_kernel(
         o_ptr, lse_ptr = before_chunk(o_ptr, steps.o, chunk), before_chunk(lse_ptr, 1, chunk)
     nothing = total == 0.0
     lse = tl.where(nothing, float("inf"), (top + tl.log2(total)) * LN_2)
-    tl.store(lse_ptr + plane.to(tl.int64) * (S if chunk is None else count) + at, lse, mask=at < S)
+    tl.store(lse_ptr + plane.to(tl.int64) * (S if chunk is None else count) + inside, lse, mask=inside < S)
     factor = (numbers.keep_scale / tl.where(nothing, 1.0, total))[:, None]
     o_ptr += plane.to(tl.int64) * E
-    store_tile(Rows(o_ptr, steps.o), o * factor, at, S, E, BLOCK_E)
+    store_tile(Rows(o_ptr, steps.o), o * factor, inside, S, E, BLOCK_E)
     if STATIC.REST:
         store_tile(Rows(o_ptr + BLOCK_E, steps.o), o_rest * factor, rows, S, STATIC.REST, STATIC.REST)
 
@@ -288,10 +288,10 @@ def prepare(
     rows, k = query_positions(options, chunk), chunk.kv
     cut = lambda table: None if table is None else table[rows] if options.positions is None else table
     positions = None if options.positions is None else options.positions[rows.start * options.batch :]
-    here = options._replace(seq=chunk.queries, cos=cut(options.cos), sin=cut(options.sin), positions=positions)
+    of_chunk = options._replace(seq=chunk.queries, cos=cut(options.cos), sin=cut(options.sin), positions=positions)
     if options.cos is not None:
         k = _prepare(k[:, :, :1], options, NO_DELTA, chunk=True)
-    return _prepare(x, here, delta, chunk=True), chunk_rows(chunk, k, options.batch)
+    return _prepare(x, of_chunk, delta, chunk=True), chunk_rows(chunk, k, options.batch)
 
 
 def _prepare(x: Tensor, options: Options, delta: Delta, *, chunk: bool = False) -> Tensor:
@@ -393,7 +393,7 @@ def _launch_fwd(x: Tensor, options: Options, chunk: QueryChunk | None) -> tuple[
     else:
         qk, keys, v = x, None if chunk is None else chunk_rows(chunk, kv, batch), None
     static = attending(static_of(x, options), qk, options)
-    descriptors, shape = _form(shape, x, static, asked, chunk)
+    descriptors, shape = _form(shape, x, static, options=asked, chunk=chunk)
     grid = (query_tiles(options, chunk, shape["BLOCK_M"]) * batch * G * Q,)
     arrays = qk, v, tensors_of(options), o, lse, *descriptors, keys
     numbers = dict(B=batch, S=options.seq, G=G, Q=Q, documents=documents_of(options), numbers=numbers_of(options))
@@ -430,5 +430,5 @@ def of_queries_fwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost
 
 def kv_in_range(chunk: QueryChunk, options: Options) -> Tensor:
     """Returns the rows of kv that causal and window let the chunk's queries see."""
-    first, last = keys_in_range(options, chunk.first, chunk.end) if chunk.queries else (0, 0)
-    return chunk.kv[first * options.batch : last * options.batch]
+    start, stop = keys_in_range(options, chunk.start, chunk.end) if chunk.queries else (0, 0)
+    return chunk.kv[start * options.batch : stop * options.batch]

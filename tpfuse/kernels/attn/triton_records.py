@@ -39,7 +39,7 @@ class ChunkRows(NamedTuple):
 
     k_ptr: Tensor  # [M, G, .., E_QK], the last dimension contiguous
     strides: Strides  # of k
-    first: int  # position of the first query
+    start: int  # position of the first query
     end: int  # position behind the last
 
 
@@ -127,7 +127,7 @@ def _by_position(x: Tensor, options: Options) -> Tensor:
 
 def chunk_rows(chunk: QueryChunk, k: Tensor, batch: int) -> ChunkRows:
     """Returns a chunk as kernels take it, which read ``k``: its kv, or its keys rotated ahead."""
-    return ChunkRows(k, strides_of(k, batch), chunk.first, chunk.end)
+    return ChunkRows(k, strides_of(k, batch), chunk.start, chunk.end)
 
 
 def query_tiles(options: Options, chunk: QueryChunk | None, block: int) -> int:

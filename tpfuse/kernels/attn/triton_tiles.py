@@ -147,20 +147,20 @@ def tile_range(first, last, BLOCK: tl.constexpr):
 def chunk_tiles(chunk, BLOCK: tl.constexpr):
     """Returns the first tile with queries of the chunk, and how many there are: tiles of all positions, so that a row
     sees its keys in the order in which it does in a whole call."""
-    first = chunk.first // BLOCK
-    return first, tl.cdiv(chunk.end, BLOCK) - first
+    tile = chunk.start // BLOCK
+    return tile, tl.cdiv(chunk.end, BLOCK) - tile
 
 
 @triton.jit
 def present(rows, chunk, S):
     """Returns the positions ``rows``, and S, of which nothing is loaded or stored, where the chunk has no query."""
-    return tl.where((rows >= chunk.first) & (rows < chunk.end), rows, S)
+    return tl.where((rows >= chunk.start) & (rows < chunk.end), rows, S)
 
 
 @triton.jit
 def before_chunk(ptr, stride, chunk):
     """Returns the pointer to where position 0 would lie in a tensor of the chunk's positions."""
-    return ptr - tl.cast(chunk.first, tl.int64) * stride
+    return ptr - tl.cast(chunk.start, tl.int64) * stride
 
 
 @triton.jit
