@@ -64,8 +64,7 @@ def drop(z, key, mask, rows, columns):
         k0, k1, first_sample = key
         row, batch = tl.cast(mask.first_row, tl.uint32) + rows.to(tl.uint32), tl.cast(mask.batch, tl.uint32)
         if hasattr(mask, "split"):
-            first_row = tl.where(rows < mask.split, mask.first_row, mask.second_row)
-            row = first_row.to(tl.uint32) + rows.to(tl.uint32)
+            row = tl.where(rows < mask.split, row, row + tl.cast(mask.jump, tl.uint32))
         position, sample = row // batch, first_sample + row % batch
         column, word = columns.to(tl.uint32)[None, :], tl.cast(mask.site_head, tl.uint32)
         threshold = tl.cast(mask.threshold, tl.uint32)

@@ -104,7 +104,7 @@ class SplitKernelMask(NamedTuple):
     threshold: int
     scale: float
     split: int
-    second_row: int  # added to rows from ``split`` on, in first_row's place
+    jump: int  # added to the global rows from ``split`` on
 
 
 def kernel_mask(mask: Mask) -> KernelMask | SplitKernelMask:
@@ -119,7 +119,7 @@ def kernel_mask(mask: Mask) -> KernelMask | SplitKernelMask:
     )
     if mask.split is None:
         return one
-    return SplitKernelMask(*one, split=mask.split, second_row=mask.second_row - mask.split)
+    return SplitKernelMask(*one, split=mask.split, jump=mask.second_row - mask.split - mask.first_row)
 
 
 # ---- thresholds ----
