@@ -46,6 +46,15 @@ class RowPieces(NamedTuple):
 FirstRow = int | RowPieces  # a number where the rows are one piece
 
 
+def global_rows(first_row: FirstRow, rows: int, device: torch.device) -> Tensor:
+    """Returns the global numbers of so many rows, int64."""
+    if not isinstance(first_row, RowPieces):
+        return torch.arange(first_row, first_row + rows, device=device)
+    row = torch.arange(first_row.first_row, first_row.first_row + rows, device=device)
+    row[first_row.split :] += first_row.second_row - first_row.split - first_row.first_row
+    return row
+
+
 class Mask(NamedTuple):
     """The elements that dropout keeps in rows [m, D]: global row r is position r // batch of sample first_sample + r %
     batch; row i is r = first_row + i, but from ``split`` on second_row + i - split."""
@@ -65,19 +74,17 @@ class Mask(NamedTuple):
             return cls(rng, p, site, first_row, batch)
         return cls(rng, p, site, first_row.first_row, batch, split=first_row.split, second_row=first_row.second_row)
 
+    @property
+    def rows(self) -> FirstRow:
+        """The place of the rows."""
+        return self.first_row if self.split is None else RowPieces(self.first_row, self.split, self.second_row)
+
     def from_row(self, start: int) -> "Mask":
         """Returns the mask of the rows from ``start`` on."""
         split = self.split
         if split is None or start < split:
             return self._replace(first_row=self.first_row + start, split=None if split is None else split - start)
         return self._replace(first_row=self.second_row + start - split, split=None, second_row=0)
-
-    def global_rows(self, rows: int, device: torch.device) -> Tensor:
-        """Returns the global numbers of so many rows, int64."""
-        row = torch.arange(self.first_row, self.first_row + rows, device=device)
-        if self.split is not None:
-            row[self.split :] += self.second_row - self.split - self.first_row
-        return row
 
 
 NO_MASK = Mask()
@@ -246,7 +253,7 @@ def keep_rows(mask: Mask, rows: int, columns: int, dtype: torch.dtype) -> Tensor
     assert mask.rng is not None
     *key, first_sample = mask_key(mask.rng)
     device = mask.rng.device
-    row = mask.global_rows(rows, device)[:, None]
+    row = global_rows(mask.rows, rows, device)[:, None]
     out = torch.empty(rows, columns, dtype=dtype, device=device)
     step = max(1, (1 << 17) // max(columns, 1))  # rows whose int64 temporaries stay in the cache
     site_head = torch.tensor(mask.site << 16, device=device)
