@@ -8,19 +8,19 @@ leaves of the heads.
 """
 
 import functools
+import itertools
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..collectives import gather
 from ..kernels.attn.options import as_key_mask
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.leaves import cut
 from ..kernels.runtime.op import acc_dtype
-from ..kernels.runtime.philox import active_rng, global_rows, keep, mask_key, scale, threshold
+from ..kernels.runtime.philox import active_rng, keep, mask_key, scale, threshold
 from ..parallel import TensorParallel
-from ..sequence_parallel.context import HeadSplit, by_position, copied, to_heads, to_pieces
+from ..sequence_parallel.context import HeadSplit, cross_back, cross_rows
 from .linear import ColumnParallelLinear, ColumnProjection, RowParallelLinear
 from .module import ParallelModule, leaf_slices, on_pieces
 from .sites import cross_site
@@ -114,9 +114,9 @@ class CrossAttention(ParallelModule):
         self.hidden_size, self.memory_size = hidden_size, hidden_size if memory_size is None else memory_size
         self.head_width = E = hidden_size // num_heads if head_width is None else head_width
         self.first_head, self.dropout, self.site = self.tp.rank * self.heads, dropout, cross_site(layer)
-        self._split = HeadSplit(max(1, groups // leaves), self.heads // max(1, groups // leaves), self.tp.cp_size)
+        here = max(1, groups // leaves)
         if self.tp.cp_kind != "keys":
-            self._split.check(name)
+            HeadSplit(here, self.heads // here, self.tp.cp_size).check(name)
         self.q = ColumnParallelLinear(
             hidden_size, (num_heads, E), bias, tp=self.tp, init_std=init_std, dtype=dtype, device=device
         )
@@ -150,7 +150,7 @@ class CrossAttention(ParallelModule):
         """
         _check_rows("x", x, self.hidden_size)
         _check_rows("memory", memory, self.memory_size)
-        q, kv, cp, E = self.q(x), self.kv(memory), self.tp.cp, self.head_width
+        q, kv, E = self.q(x), self.kv(memory), self.head_width
         seq = _positions("x", len(q), batch, seq, tp=self.tp)
         memory_seq = _positions("memory", len(kv), batch, memory_seq, tp=self.tp)
         rows = len(q)
@@ -160,30 +160,17 @@ class CrossAttention(ParallelModule):
         check(
             fits, f"CrossAttention: attention_mask must be {shape}, got {None if mask is None else tuple(mask.shape)}"
         )
-        q, kv, first_head = q.view(rows, -1, E), kv.view(len(kv), -1, 2, E), self.first_head
-        positions = torch.arange(seq, device=q.device)
-        if cp is not None and self.tp.cp_kind == "keys":
-            kv = by_position(gather(kv[: self.tp.piece(memory_seq) * batch], cp), self.tp)
-            place = self.tp.first_row(seq, 1, start=0, rows=self.tp.piece(seq))
-            seq, positions, cp = self.tp.piece(seq), global_rows(place, self.tp.piece(seq), q.device), None
-        if cp is not None:
-            split = self._split
-            q = to_heads(q, self.tp.piece(seq) * batch, cp)
-            kv = to_heads(copied(kv, split.copies), self.tp.piece(memory_seq) * batch, cp)
-            first_head += cp.rank * split.query_heads
-        k, v = kv[: memory_seq * batch].unflatten(0, (memory_seq, batch)).permute(3, 1, 2, 0, 4)  # [B, G, T, E]
-        q = q[: seq * batch].unflatten(0, (seq, batch)).permute(1, 2, 0, 3)
+        here = cross_rows(q.view(rows, -1, E), kv.view(len(kv), -1, 2, E), (seq, memory_seq), batch=batch, tp=self.tp)
+        k, v = here.kv.unflatten(0, (memory_seq, batch)).permute(3, 1, 2, 0, 4)  # [B, G, T, E]
+        q = here.q.unflatten(0, (-1, batch)).permute(1, 2, 0, 3)
         p = self.dropout if self.training else 0.0
         rng, leaves = active_rng("CrossAttention", p, rng), max(self.tp.leaves, 1)
+        attend = functools.partial(self._attend, mask=mask, rng=rng, positions=here.positions)
         by_leaf = (cut("CrossAttention", t, 1, leaves) if leaves > 1 else (t,) for t in (q, k, v))
-        pieces = enumerate(zip(*by_leaf, strict=True))
-        heads = lambda leaf: first_head + leaf * (self.heads // leaves)
-        attend = functools.partial(self._attend, mask=mask, rng=rng, positions=positions)
-        o = torch.cat([attend(q, k, v, first_head=heads(i)) for i, (q, k, v) in pieces], 1)
-        o = o.permute(2, 0, 1, 3).reshape(seq * batch, -1)
-        padding = self.tp.piece(seq) * self.tp.cp_size * batch - len(o) if cp is not None else rows - len(o)
-        o = F.pad(o, (0, 0, 0, padding)) if padding else o
-        return self.out(o if cp is None else to_pieces(o, rows, cp))
+        first_heads = itertools.count(self.first_head + here.skipped, self.heads // leaves)
+        o = torch.cat([attend(*pieces, first_head=h) for *pieces, h in zip(*by_leaf, first_heads)], 1)
+        o = o.permute(2, 0, 1, 3).flatten(0, 1).flatten(1)
+        return self.out(cross_back(o, rows, self.tp.piece(seq) * batch, self.tp))
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, rng: Tensor | None, positions: Tensor,

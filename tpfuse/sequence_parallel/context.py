@@ -25,12 +25,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..collectives import all_gather, all_to_all, summed
+from ..collectives import all_gather, all_to_all, gather, summed
 from ..kernels.attn.op import attend, attention_of_queries_bwd, attention_of_queries_fwd
 from ..kernels.attn.options import TENSORS, Options, QueryChunk
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.function import Function, once_differentiable
 from ..kernels.runtime.op import autocast
+from ..kernels.runtime.philox import global_rows
 from ..parallel import TensorParallel
 from .crossings import exchange
 
@@ -198,3 +199,39 @@ def _with_copies(qkv: Tensor, copies: int) -> Tensor:
 def copied(kv: Tensor, copies: int) -> Tensor:
     """kv [m, G, ...] -> [m, G copies, ...], each head as often in a row; the gradients of its copies are added."""
     return kv if copies == 1 else kv[:, :, None].expand(-1, -1, copies, *kv.shape[2:]).flatten(1, 2)
+
+
+# ---- attention to another sequence ----
+
+
+class CrossRows(NamedTuple):
+    """What a rank attends from and to: q [n B, h, E] at ``positions`` int64 [n], and kv [T B, g, 2, E] of whole
+    sequences; ``skipped`` query heads of its tensor-parallel rank lie before the h."""
+
+    q: Tensor
+    kv: Tensor
+    positions: Tensor
+    skipped: int = 0
+
+
+def cross_rows(q: Tensor, kv: Tensor, lengths: tuple[int, int], *, batch: int, tp: TensorParallel) -> CrossRows:
+    """Takes q [M, H, E] and kv [N, G, 2, E] of this rank's pieces of two sequences of ``lengths`` positions."""
+    (seq, memory_seq), cp = lengths, tp.cp
+    m, n = (tp.piece(length) * batch for length in lengths)
+    positions = torch.arange(seq, device=q.device)
+    if cp is None:
+        return CrossRows(q[: seq * batch], kv[: memory_seq * batch], positions)
+    if tp.cp_kind == "keys":
+        kv = by_position(gather(kv[:n], cp), tp)[: memory_seq * batch]
+        place = tp.first_row(seq, 1, start=0, rows=tp.piece(seq))
+        return CrossRows(q[:m], kv, global_rows(place, tp.piece(seq), q.device))
+    split = HeadSplit(kv.shape[1], q.shape[1] // kv.shape[1], cp.size)
+    q, kv = to_heads(q, m, cp)[: seq * batch], to_heads(copied(kv, split.copies), n, cp)[: memory_seq * batch]
+    return CrossRows(q, kv, positions, cp.rank * split.query_heads)
+
+
+def cross_back(o: Tensor, rows: int, piece: int, tp: TensorParallel) -> Tensor:
+    """o of :func:`cross_rows`, rows beyond the positions left out -> [rows, H E] of this rank's piece, zeros beyond."""
+    if tp.cp is None or tp.cp_kind == "keys":
+        return nn.functional.pad(o, (0, 0, 0, rows - len(o)))
+    return to_pieces(nn.functional.pad(o, (0, 0, 0, tp.cp.size * piece - len(o))), rows, tp.cp)
