@@ -13,7 +13,7 @@ from tpfuse.models import GPTConfig
 from tpfuse.pipeline import schedule
 from tpfuse.pipeline.placement import Stage
 from tpfuse.tools.ledger import Ledger
-from tpfuse.tools.ledger.layer import build
+from tpfuse.tools.ledger.layer import build, layer_kinds
 from tpfuse.tools.plan.cluster import Cluster, Level, preset
 from tpfuse.tools.plan.collectives import ALL_REDUCE, seconds
 from tpfuse.tools.plan.messages import between_stages, over_dp, over_tp
@@ -76,10 +76,10 @@ def sent(world, job, split):
 
 def predicted(job, split, stage):
     """The same for a rank of a stage, by the plan's pieces."""
-    runs, config, count = run_pieces(job, split), job.config, micro_batches(job, split)
+    runs, kinds, count = run_pieces(job, split), layer_kinds(job.config), micro_batches(job, split)
     begin = sum(split.layers[:stage])
     layers = range(begin, begin + split.layers[stage])
-    pieces = [runs.embedding if stage == 0 else runs.border, *(runs.blocks[config.windows[i]] for i in layers)]
+    pieces = [runs.embedding if stage == 0 else runs.border, *(runs.blocks[kinds[i]] for i in layers)]
     pieces += [runs.head] if stage == split.pp - 1 else []
     messages = Counter()
     for piece in pieces:

@@ -15,7 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...layers.block import SAVING
+from ...layers.shapes import MLPShape, MoEShape
 from ...models import with_head
+from ...models.config.gpt import GPTConfig
 from ...models.config.model import ModelConfig
 from ...models.model import Model
 from ...models.stack import FULL
@@ -59,6 +61,7 @@ def build(
     *,
     tp: TensorParallel | None = None,
     dp: DeviceMesh | None = None,
+    experts: DeviceMesh | TensorParallel | None = None,
     saving: str,
     full: bool = False,
     dtype: torch.dtype,
@@ -69,8 +72,10 @@ def build(
 
     ValueError for sizes that cannot be split.
     """
+    options: Any = {} if experts is None else dict(experts=experts)  # Bert has none
     with default_dtype(dtype), torch.device(device):
-        return with_head(config, tp=tp, dp=dp, saving=saving, recompute=FULL if full else None, stage=stage)
+        recompute = FULL if full else None
+        return with_head(config, tp=tp, dp=dp, saving=saving, recompute=recompute, stage=stage, **options)
 
 
 def token_ids(batch: int, seq: int) -> Tensor:
@@ -78,10 +83,22 @@ def token_ids(batch: int, seq: int) -> Tensor:
     return torch.zeros(batch, seq, dtype=torch.int64, device="meta")
 
 
-def with_layers(config: ModelConfig, layers: int) -> ModelConfig:
-    """Returns the config of the same model with fewer layers."""
-    types = getattr(config, "layer_types", None)
-    return replace(config, num_layers=layers, **({} if types is None else dict(layer_types=types[:layers])))
+LayerKind = tuple[int | None, MLPShape | MoEShape]  # the window of attention, and the MLP or experts
+
+
+def layer_kinds(config: ModelConfig) -> list[LayerKind]:
+    """Returns the kind of each layer of a model."""
+    return list(zip(config.windows, map(config.mlp_shape, range(config.num_layers)), strict=True))
+
+
+def with_layers(config: ModelConfig, layers: int, like: int = 0) -> ModelConfig:
+    """Returns the config of a model of so many layers, each of which is like layer ``like`` of this one."""
+    values = dict[str, Any](num_layers=layers)
+    if config.layer_types is not None:
+        values["layer_types"] = (config.layer_types[like],) * layers
+    if isinstance(config, GPTConfig) and config.mlp_layers:
+        values["mlp_layers"] = tuple(range(layers)) if like in config.mlp_layers else ()
+    return replace(config, **values)
 
 
 class _Taken(Exception):
@@ -291,13 +308,16 @@ def compare(
     dtype: torch.dtype = torch.bfloat16,
     tp: TensorParallel | None = None,
     imbalance: float = 1.0,
+    layer: int = 0,
 ) -> Comparison:
-    """Counts every version of one layer.
+    """Counts every version of one layer, number ``layer`` of the model.
 
     Grouped heads, gated MLPs, those beside attention and experts have no row in the table of 2020, so for them there
     are tpfuse's columns alone.  ``imbalance``: of the rank whose experts have the most rows, these over the mean.
-    ValueError for one that the ranks cannot have.
+    ValueError for one that the ranks cannot have, and for a layer that is not there.
     """
+    s = Shape.of(config, layer)
+    config = with_layers(config, 1, like=layer)
     check_imbalance("ledger", config, imbalance, 1 if tp is None else tp.size)
     s, element_size = Shape.of(config), dtype.itemsize
     columns: list[Column] = []
