@@ -158,7 +158,12 @@ class LedgerCosts:
             for kind, (calls, shapes, n) in self._over_replicas[key].items()
         }
         kinds = zip(layer_kinds(job.config), pieces.blocks, strict=True)
-        return pieces._replace(blocks=tuple(blocks.get(kind, block) for kind, block in kinds))
+        # Whole models ran: blocks have what is alive in embedding and head too, without the experts of other replicas.
+        return pieces._replace(
+            embedding=pieces.embedding._replace(transient=0),
+            blocks=tuple(blocks.get(kind, block) for kind, block in kinds),
+            head=pieces.head._replace(transient=0),
+        )
 
     def _priced(self, job: Job, split: Split, runs: PieceRuns, shapes: PieceShapes) -> Pieces:
         piece = functools.partial(self._piece, job, split)

@@ -149,7 +149,7 @@ class Spans:
             extra = (self._embedding if ends[0] else self._border) + (self._head if ends[1] else 0)
             stages = Stages(self._sums[None, :] - self._sums[:, None] + extra)
             sums = (np.ascontiguousarray(getattr(stages, x)) for x in SpanCosts._fields[:-1])
-            self._spans[ends] = SpanCosts(*sums, self._span_transients(ends))
+            self._spans[ends] = SpanCosts._make([*sums, self._span_transients(ends)])
         return self._spans[ends]
 
 
