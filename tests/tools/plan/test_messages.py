@@ -48,7 +48,7 @@ def parts_of(world, job, split):
     group, summing = mesh["dp"].get_group(), []
     if split.dp > 1:
         averaged = data_parallel if split.over_replicas else DistributedDataParallel
-        replica = averaged(model, group)
+        replica = averaged(model, **{"dp" if split.over_replicas else "process_group": group})
         replica.register_comm_hook(group, lambda group, bucket: summed(group, bucket, summing[-1]))
 
     def step(ids, sums):

@@ -5,6 +5,7 @@ stack runs: the norm that enters it and the embedding's are not in it, the norms
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -72,10 +73,9 @@ def build(
 
     ValueError for sizes that cannot be split.
     """
-    options: Any = {} if experts is None else dict(experts=experts)  # Bert has none
+    make = with_head if experts is None else functools.partial(with_head, experts=experts)  # Bert has none
     with default_dtype(dtype), torch.device(device):
-        recompute = FULL if full else None
-        return with_head(config, tp=tp, dp=dp, saving=saving, recompute=recompute, stage=stage, **options)
+        return make(config, tp=tp, dp=dp, saving=saving, recompute=FULL if full else None, stage=stage)
 
 
 def token_ids(batch: int, seq: int) -> Tensor:
@@ -93,12 +93,11 @@ def layer_kinds(config: ModelConfig) -> list[LayerKind]:
 
 def with_layers(config: ModelConfig, layers: int, like: int = 0) -> ModelConfig:
     """Returns the config of a model of so many layers, each of which is like layer ``like`` of this one."""
-    values = dict[str, Any](num_layers=layers)
-    if config.layer_types is not None:
-        values["layer_types"] = (config.layer_types[like],) * layers
-    if isinstance(config, GPTConfig) and config.mlp_layers:
-        values["mlp_layers"] = tuple(range(layers)) if like in config.mlp_layers else ()
-    return replace(config, **values)
+    types = None if config.layer_types is None else (config.layer_types[like],) * layers
+    if not isinstance(config, GPTConfig):
+        return replace(config, num_layers=layers, layer_types=types)
+    mlps = tuple(range(layers)) if like in config.mlp_layers else ()
+    return replace(config, num_layers=layers, layer_types=types, mlp_layers=mlps)
 
 
 class _Taken(Exception):

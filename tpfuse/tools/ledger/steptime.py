@@ -109,9 +109,10 @@ def train(config: ModelConfig, plan: Plan, *, batch: int, steps: int) -> float:
         device="cpu",
     )  # fmt: skip
     replica: Any = model
-    if plan.dp > 1:
-        averaged = data_parallel if plan.over_replicas else DistributedDataParallel
-        replica = averaged(model, mesh["dp"].get_group())
+    if plan.dp > 1 and plan.over_replicas:  # which leaves experts out
+        replica = data_parallel(model, mesh["dp"])
+    elif plan.dp > 1:
+        replica = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
     optimizer = torch.optim.AdamW(model.parameters())
     ids = torch.randint(config.vocab_size, (plan.micro_batch, plan.seq), generator=torch.Generator().manual_seed(0))
     k = micro_batches(plan, batch)
