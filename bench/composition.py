@@ -15,7 +15,10 @@ from bench import documents
 
 PAGE, RESULTS = documents.DOCS / "composition.md", pathlib.Path(__file__).with_name("results") / "composition.json"
 COMMAND, PART, ERRORS = "bench.composition", "composition", "refusals"
-COLUMNS = ["DDP", "FSDP2", "torch.compile", "recompute", "autocast", "LoRA", "packed documents", "MainGrad"]
+COLUMNS = [
+    "DDP", "FSDP2", "torch.compile", "recompute", "autocast", "LoRA", "packed documents", "MainGrad",
+    "context parallelism",
+]  # fmt: skip
 MODELS = ["GPT-2", "Llama", "Mixtral", "BERT", "parallelize", "own model of layers"]
 ROWS = [
     *MODELS,
@@ -29,6 +32,7 @@ ROWS = [
     "packed documents",
     "autocast",
     "MainGrad",
+    "context parallelism",
     "GradScaler",
     "clipping by torch",
     "label smoothing and z-loss",

@@ -128,7 +128,8 @@ def parse() -> argparse.Namespace:
         "how it is split and run (none of it changes what is learnt, but for rounding)"
     ).add_argument
     add("--tp", type=common.positive, metavar="N", help="tensor-parallel processes (default: all that are left)")
-    add("--dp", type=common.positive, default=1, metavar="N", help="data-parallel replicas; pp x dp x tp processes")
+    add("--dp", type=common.positive, default=1, metavar="N", help="replicas; pp x dp x cp x tp processes in all")
+    add("--cp", type=common.positive, default=1, metavar="N", help="context-parallel processes: pieces of a sequence")
     add("--pp", type=common.positive, default=1, metavar="N", help="pipeline ranks, which share the layers")
     add("--schedule", choices=SCHEDULES, help="of the pipeline, with --pp (default: 1f1b)")
     add(
@@ -226,14 +227,17 @@ def parse() -> argparse.Namespace:
     args.width = args.width or shape["hidden_size"]
     args.layers = args.layers or shape["num_layers"]
     args.heads = args.heads or shape["num_heads"]
-    args.tp = args.tp or max(1, common.WORLD // (args.dp * args.pp))
-    needed = args.tp * args.dp * args.pp
+    args.tp = args.tp or max(1, common.WORLD // (args.dp * args.cp * args.pp))
+    needed = args.tp * args.cp * args.dp * args.pp
     if needed != common.WORLD:
-        layout = f"--tp {args.tp} x --dp {args.dp}" + f" x --pp {args.pp}" * (args.pp > 1)
+        layout = f"--tp {args.tp}" + f" x --cp {args.cp}" * (args.cp > 1) + f" x --dp {args.dp}"
+        layout += f" x --pp {args.pp}" * (args.pp > 1)
         parser.error(
             f"{layout} needs {needed} processes, and there are {common.WORLD}:"
             f" torchrun --nproc-per-node {needed} {sys.argv[0]} ..."
         )
+    if args.cp > 1 and args.bitwise is not None:
+        parser.error(f"--bitwise {args.bitwise} is not built with --cp {args.cp}")
     if args.pp == 1 and (args.schedule or args.stage_layers):
         parser.error(f"{'--schedule' if args.schedule else '--stage-layers'} is of a pipeline: give --pp 2 or more")
     args.schedule = args.schedule or "1f1b"

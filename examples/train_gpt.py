@@ -7,6 +7,7 @@
     torchrun --nproc-per-node 4 examples/train_gpt.py --dp 4 --ok-topk 0.01   # a hundredth of the gradients is sent
     torchrun --nproc-per-node 4 examples/train_gpt.py --pp 2 --schedule zbv --batch 8 --micro-batches 8 --layers 8
     torchrun --nproc-per-node 4 examples/train_gpt.py --plan plan.json --batch 8   # of python -m tpfuse plan --json
+    torchrun --nproc-per-node 2 examples/train_gpt.py --cp 2 --seq 1024   # half of each sequence on each process
     torchrun --nproc-per-node 2 examples/train_gpt.py --bitwise 4     # the same bits at --tp 1, 2 and 4
     torchrun --nproc-per-node 2 examples/train_gpt.py --resume        # goes on from the last checkpoint, bit for bit
 
@@ -124,7 +125,7 @@ def validate(setup: Setup) -> float:
     setup.model.train()
     if setup.pipeline is None:  # whose loss is that of all replicas
         dist.all_reduce(nats)
-        nats /= setup.args.tp  # whose ranks hold the same sum
+        nats /= setup.args.tp * setup.args.cp  # whose ranks hold the same sum
     return nats.item() / math.log(2) / (len(setup.text.held_out) - 1)
 
 
@@ -262,9 +263,11 @@ def main() -> None:
         text = read_text(args.data, args.max_mb, args.seq)
 
     device = common.start(args.timeout)
-    mesh = init_device_mesh(device.type, (args.pp, args.dp, args.tp), mesh_dim_names=("pp", "dp", "tp"))
+    sizes = args.pp, args.dp, args.cp, args.tp
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp", "cp", "tp"))
     with common.one_line_errors():
-        tp = TensorParallel(mesh["tp"], sequence_parallel=not args.no_sequence_parallel, bitwise=args.bitwise)
+        rows, pieces = not args.no_sequence_parallel, mesh["cp"] if args.cp > 1 else None
+        tp = TensorParallel(mesh["tp"], sequence_parallel=rows, bitwise=args.bitwise, cp=pieces)
         prints = [""] * common.WORLD
         dist.all_gather_object(prints, text.fingerprint)
         if len(set(prints)) > 1:
@@ -319,7 +322,8 @@ def main() -> None:
     gzipped, stages = gzip_bits(text), f" pp={args.pp} ({args.schedule}) x" if args.pp > 1 else ""
     common.say(
         f"{args.family}, {parameter_count(config):,.0f} parameters, {len(text.train):,} bytes of text,"
-        f"{stages} tp={args.tp} x dp={args.dp} on {device.type}, {'bf16' if setup.bf16 else 'fp32'};"
+        f"{stages} tp={args.tp}{f' x cp={args.cp}' * (args.cp > 1)} x dp={args.dp} on {device.type},"
+        f" {'bf16' if setup.bf16 else 'fp32'};"
         f" gzip -9 takes {gzipped:.3f} bits per byte of the held-out {len(text.held_out):,}"
     )
     if common.WORLD > 1:

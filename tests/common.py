@@ -32,8 +32,9 @@ def fake_tp(size: int, rank: int = 0, sequence_parallel: bool = False) -> Tensor
 
 def my_rows(x: Tensor, tp: TensorParallel) -> Tensor:
     """This rank's rows of what all rows are."""
-    m = len(x) // tp.row_shards
-    return x[tp.row_rank * m : (tp.row_rank + 1) * m]
+    m = len(x) // tp.row_shards // tp.cp_size
+    first = (tp.cp_rank * tp.row_shards + tp.row_rank) * m
+    return x[first : first + m]
 
 
 def error(ours: Tensor, exact: Tensor) -> float:

@@ -10,6 +10,7 @@ has its own, on a port that the operating system chooses.
 
 import faulthandler
 import functools
+import math
 import os
 import pickle
 import random
@@ -50,18 +51,25 @@ class World:
         the same one."""
         if dp * tp != self.size:
             raise ValueError(f"mesh: dp={dp} x tp={tp} is not the world's size {self.size}")
-        return _mesh(dp, tp)
+        return _mesh(dp=dp, tp=tp)
 
-    def stages(self, pp: int, dp: int, tp: int) -> DeviceMesh:
-        """As :meth:`mesh`, ("pp", "dp", "tp")."""
-        if pp * dp * tp != self.size:
-            raise ValueError(f"stages: pp={pp} x dp={dp} x tp={tp} is not the world's size {self.size}")
-        return _mesh(pp, dp, tp)
+    def pieces(self, dp: int, cp: int, tp: int) -> DeviceMesh:
+        """As :meth:`mesh`, ("dp", "cp", "tp")."""
+        if dp * cp * tp != self.size:
+            raise ValueError(f"pieces: dp={dp} x cp={cp} x tp={tp} is not the world's size {self.size}")
+        return _mesh(dp=dp, cp=cp, tp=tp)
+
+    def stages(self, pp: int, dp: int, *inner: int) -> DeviceMesh:
+        """As :meth:`mesh`, ("pp", "dp", "tp"), or of four sizes ("pp", "dp", "cp", "tp")."""
+        sizes = dict(pp=pp, dp=dp) | dict(zip(("cp", "tp")[-len(inner) :], inner, strict=True))
+        if math.prod(sizes.values()) != self.size:
+            raise ValueError(f"stages: {sizes} are not the world's size {self.size}")
+        return _mesh(**sizes)
 
 
 @functools.cache
-def _mesh(*sizes: int) -> DeviceMesh:
-    return init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "tp")[-len(sizes) :])
+def _mesh(**sizes: int) -> DeviceMesh:
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 class RankFailed(RuntimeError):

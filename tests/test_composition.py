@@ -65,6 +65,7 @@ OTHERS = {
 }
 BERT = BertConfig(**SIZES, **NO_DROPOUT)
 EVERYDAY = {"packed documents"}
+CONTEXT = "context parallelism"
 ONE_BLOCK = "one block"  # of compiled models: most of their time goes into tracing blocks
 SHARES, PER_SHARE, SEQ, STEPS = 2, 2, 12, 2  # a step's samples are in two shares: of two replicas, or one after another
 CHANGES = {
@@ -93,7 +94,7 @@ class Job(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        return 4 if self.on & {"DDP", "FSDP2"} else 2
+        return 4 if self.on & {"DDP", "FSDP2", CONTEXT} else 2
 
 
 def jobs_of(column: str) -> list[Job]:
@@ -133,14 +134,15 @@ class Own(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor, step: int, first_sample: int, **loss: Any) -> Any:
         batch = len(input_ids)
-        h = self.plain(self.embedding(input_ids.t()))
+        piece = self.tp.positions(input_ids.shape[1])
+        h = self.plain(self.embedding(input_ids.t()[piece]))
         rng = make_rng(0, step, first_sample)
         for block in self.blocks:
             if self.recompute:
                 h = torch.utils.checkpoint.checkpoint(block, h, batch=batch, rng=rng, use_reentrant=False)
             else:
                 h = block(h, batch=batch, rng=rng)
-        shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=-100).t().flatten()
+        shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=-100).t()[piece].flatten()
         made = cross_entropy(self.head(self.norm(h)), shifted, tp=self.tp, vocab_size=61, **loss)
         return Loss(made)
 
@@ -204,15 +206,17 @@ def counter(seen: Tensor) -> Callable[..., None]:
 
 
 class Run:
-    """Two steps of training with what is ``on``, on a (dp, tp) mesh."""
+    """Two steps of training with what is ``on``, on a (dp, cp, tp) mesh."""
 
     def __init__(self, world, name: str, on: frozenset[str]):
         self.name, self.on = name, on
         dp = 2 if on & {"DDP", "FSDP2"} else 1
-        self.mesh = world.mesh(dp, world.size // dp)
+        cp = 2 if CONTEXT in on and world.size > 1 else 1
+        self.mesh = world.pieces(dp, cp, world.size // dp // cp)
         self.dp, self.replica = dp, self.mesh["dp"].get_local_rank()
         overlap = "pairwise" if "overlap" in on else "off"
-        tp = TensorParallel(self.mesh["tp"], sequence_parallel="sequence parallelism" in on, overlap=overlap)
+        pieces = self.mesh["cp"] if cp > 1 else None
+        tp = TensorParallel(self.mesh["tp"], sequence_parallel="sequence parallelism" in on, overlap=overlap, cp=pieces)
         self.model = make(name, on, tp, self.mesh["dp"])
         if "LoRA" in on:
             tpfuse.add_lora(self.model, rank=2, alpha=4.0, seed=3)
@@ -239,8 +243,9 @@ class Run:
         if "FSDP2" in self.on:
             as_dtensor(self.model, self.mesh["tp"])
             blocks = [m for m in self.model.modules() if isinstance(m, TransformerBlock)]
+            mesh = self.mesh["dp", "cp"]._flatten() if CONTEXT in self.on else self.mesh["dp"]
             for module in (*blocks, self.model):
-                fully_shard(module, mesh=self.mesh["dp"])
+                fully_shard(module, mesh=mesh)
         if "DDP" in self.on:
             trained = DistributedDataParallel(self.model, process_group=self.mesh["dp"].get_group())
         if "torch.compile" in self.on:

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.common import fake_tp
 from tpfuse import TensorParallel, data_parallel
@@ -180,3 +181,41 @@ def test_what_leaves_do_not_divide():
 def test_tiles_that_do_not_fit(options, message):
     with pytest.raises(ValueError, match=message):
         TensorParallel(**options)
+
+
+# ---- context-parallel ranks ----
+
+
+def _in_pieces(world):
+    mesh = world.pieces(1, 2, 2)
+    tp = TensorParallel(mesh["tp"], sequence_parallel=True, cp=mesh["cp"])
+    again = TensorParallel(mesh["tp"].get_group(), sequence_parallel=True, cp=mesh["cp"].get_group())
+    assert tp == again != TensorParallel(mesh["tp"], sequence_parallel=True)
+    for other in copy.deepcopy(tp), pickle.loads(pickle.dumps(tp)):
+        assert other == tp and hash(other) == hash(tp) and other.call_group is tp.call_group
+    assert TensorParallel(mesh["tp"], cp=world.pieces(4, 1, 1)["cp"]) == TensorParallel(mesh["tp"])  # one has no piece
+    errors = [
+        _raised(lambda: TensorParallel(mesh["tp"], cp=mesh)),
+        _raised(lambda: TensorParallel(mesh["tp"], cp="cp")),
+        _raised(lambda: TensorParallel(mesh["tp"], cp=mesh["cp"], bitwise=4)),
+        _raised(lambda: TensorParallel(mesh["tp"], cp=mesh["tp"])),
+        _raised(lambda: TensorParallel(mesh["tp"], cp=mesh["cp"] if world.rank % 2 else None)),
+        _raised(lambda: TensorParallel(mesh["tp"], cp=mesh["cp"], overlap="auto" if world.rank < 2 else "off")),
+        _raised(lambda: tp.agree("f", {"x": world.rank // 2})),
+    ]
+    numbers = tp.rank, tp.cp_rank, tp.cp_size, tp.call_rank, tp.call_size, tp.piece(7), tp.positions(7), tp.positions(1)
+    return numbers, dist.get_process_group_ranks(tp.call_group), errors
+
+
+def test_context_parallel_ranks(ranks):
+    for rank, (numbers, calls, errors) in enumerate(ranks(4, _in_pieces)):
+        piece = (slice(0, 4), slice(0, 1)) if rank < 2 else (slice(4, 7), slice(1, 1))
+        assert numbers == (rank % 2, rank // 2, 2, rank, 4, 4, *piece) and calls == [0, 1, 2, 3]
+        dimension, kind, bits, fits, left_out, differ, values = errors
+        assert "cp: a DeviceMesh must have one dimension" in dimension and "mesh['cp']" in dimension
+        assert kind == "TensorParallel: cp must be a DeviceMesh or a ProcessGroup this process is in, got 'cp'"
+        assert bits == "TensorParallel: cp= is not built for bitwise=4; leave one of them off"
+        assert "cp must be mesh['cp'] of a mesh with 'cp' and 'tp'" in fits and "tensor-parallel ranks [[" in fits
+        assert "cp must be the same on every tensor-parallel rank, got rank 0: None; rank 1: 2" in left_out
+        assert "overlap must be the same on every context-parallel rank" in differ
+        assert "f: x must be the same on every tensor- and context-parallel rank, got rank 0: 0" in values

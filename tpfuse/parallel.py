@@ -5,6 +5,7 @@ import functools
 import hashlib
 import os
 import socket
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from ._version import __version__
 from .kernels.runtime.processor import order_of_sums
 from .ranks.agreement import Header, agree
-from .ranks.messages import channel, gather
+from .ranks.messages import channel, gather, together
 
 OVERLAP = "auto", "pairwise", "off"
 BITWISE = 1, 2, 4, 8, 16, 32
@@ -49,8 +50,14 @@ class TensorParallel:
     The constructor is a collective: all ranks of the group call it, with the same arguments and versions of tpfuse and
     torch, or get the same ValueError.
 
+    ``cp``: a group of as many context-parallel ranks, mesh["cp"]: of every sequence rank c of its ranks holds the c-th
+    of ``cp.size`` pieces, and all of the weights that ``group`` divides (docs/context.md).  Every rank is still given
+    whole sequences and has whole results, and a bare backward() leaves complete gradients on each.  Attribute ``cp`` is
+    those ranks; None for none, and for a group of one.  ``call_group`` has the ranks of ``group`` and of ``cp``, all
+    that make the same calls.
+
     ``replicas``: the data-parallel replicas that these ranks are of, one; several of ranks that hold experts
-    (:meth:`over_replicas`), replica by replica.
+    (:meth:`over_replicas`), replica by replica.  ``axis``: the word for these ranks in an error.
     """
 
     rank: int
@@ -62,6 +69,9 @@ class TensorParallel:
     bitwise: int | None
     batch_invariant: int | None
     replicas: int
+    axis: str
+    cp: "TensorParallel | None"
+    call_group_name: str | None
 
     def __init__(
         self,
@@ -71,17 +81,11 @@ class TensorParallel:
         overlap: str = "auto",
         bitwise: int | None = None,
         batch_invariant: int | None = None,
+        cp: "dist.ProcessGroup | dist.DeviceMesh | None" = None,
     ):
         if overlap not in OVERLAP:
             raise ValueError(f"TensorParallel: overlap must be one of {', '.join(OVERLAP)}, got {overlap!r}")
-        if isinstance(group, dist.DeviceMesh):
-            if group.ndim != 1:
-                raise ValueError(f"TensorParallel: a DeviceMesh must have one dimension, got {group}; pass mesh['tp']")
-            group = group.get_group()
-        if group is not None and not isinstance(group, dist.ProcessGroup):
-            raise ValueError(
-                f"TensorParallel: group must be a DeviceMesh or a ProcessGroup this process is in, got {group!r}"
-            )
+        group, context = _process_group("group", group, "tp"), _process_group("cp", cp, "cp")
         backend = "" if group is None else dist.get_backend_config(group)
         if overlap == "pairwise" and group is not None and "gloo" not in backend and "nccl" not in backend:
             raise ValueError(
@@ -104,7 +108,11 @@ class TensorParallel:
         if messages is not None:
             bits = dict(bitwise=bitwise, batch_invariant=batch_invariant) | ({} if bitwise is None else order_of_sums())
             shared = dict(sequence_parallel=sequence_parallel, overlap=overlap, versions=versions())
-            agree(group, Header("TensorParallel"), shared | bits)
+            shared |= {"cp": None if context is None else context.size()}
+            compare = lambda: agree(group, Header("TensorParallel"), shared | bits)
+            together(compare, [] if context is None else [context])  # whose other ranks would wait
+        if context is not None and bitwise is not None:
+            raise ValueError(f"TensorParallel: cp= is not built for bitwise={bitwise}; leave one of them off")
         if bitwise is not None and bitwise % size:
             works = [d for d in BITWISE if bitwise % d == 0]
             raise ValueError(
@@ -122,19 +130,36 @@ class TensorParallel:
             bitwise=bitwise,
             batch_invariant=batch_invariant,
             replicas=1,
+            axis="tensor-parallel",
+            cp=None,
+            call_group_name=name,
         )
+        if context is not None:
+            self._divide_sequences(context)
+
+    def _divide_sequences(self, context: dist.ProcessGroup) -> None:
+        """Adds the context-parallel ranks; a collective over them and over this group."""
+        name: str = context.group_name
+        if channel(context) is not None:
+            members = [dist.get_rank()] if self.group is None else dist.get_process_group_ranks(self.group)
+            pieces = gather(members, context)
+            _check_pieces(pieces, context)
+            shared = dict(sequence_parallel=self.sequence_parallel, overlap=self.overlap, versions=versions())
+            agree(context, Header("TensorParallel", axis="context-parallel"), shared)
+            if self.size > 1 and context.size() > 1:
+                name = _call_groups.get(context) or _call_group(pieces)
+                _call_groups[context] = name
+        if context.size() > 1:
+            cp = TensorParallel(context, sequence_parallel=self.sequence_parallel, overlap="off")
+            cp.__dict__["axis"] = "context-parallel"
+            self.__dict__.update(cp=cp, call_group_name=name)
 
     @staticmethod
     def over_replicas(group: dist.ProcessGroup, tp: "TensorParallel") -> "TensorParallel":
         """Returns the ranks of ``group``, which are those of ``tp``, of one replica after another; a collective."""
         ranks = TensorParallel(group, sequence_parallel=tp.sequence_parallel, overlap="off")
-        ranks.__dict__["replicas"] = ranks.size // tp.size
+        ranks.__dict__.update(replicas=ranks.size // tp.size, axis="expert-parallel")
         return ranks
-
-    @property
-    def axis(self) -> str:
-        """The word for these ranks in an error."""
-        return "tensor-parallel" if self.replicas == 1 else "expert-parallel"
 
     @property
     def replica_ranks(self) -> list[int]:
@@ -147,6 +172,45 @@ class TensorParallel:
     @property
     def group(self) -> "dist.ProcessGroup | None":
         return None if self.group_name is None else resolve(self.group_name)
+
+    @property
+    def call_group(self) -> "dist.ProcessGroup | None":
+        """The ranks that make the same calls: those of ``group`` and of ``cp``; None for one."""
+        return None if self.call_group_name is None else resolve(self.call_group_name)
+
+    @property
+    def call_axis(self) -> str:
+        """The word for the ranks of ``call_group`` in an error."""
+        return self.axis if self.cp is None else f"tensor- and {self.cp.axis}" if self.size > 1 else self.cp.axis
+
+    @property
+    def cp_size(self) -> int:
+        """The number of pieces of a sequence."""
+        return 1 if self.cp is None else self.cp.size
+
+    @property
+    def cp_rank(self) -> int:
+        """The index of this rank's piece of every sequence."""
+        return 0 if self.cp is None else self.cp.rank
+
+    @property
+    def call_size(self) -> int:
+        """The number of ranks that make the same calls."""
+        return self.size * self.cp_size
+
+    @property
+    def call_rank(self) -> int:
+        """The number of this rank among them."""
+        return self.cp_rank * self.size + self.rank
+
+    def piece(self, seq: int) -> int:
+        """Returns the number of positions of a context-parallel rank's piece of ``seq``; the last may be padding."""
+        return -(-seq // self.cp_size)
+
+    def positions(self, seq: int) -> slice:
+        """Returns this rank's piece of ``seq`` positions, without padding, which the last ranks may have."""
+        first = min(self.cp_rank * self.piece(seq), seq)
+        return slice(first, min(first + self.piece(seq), seq))
 
     @property
     def row_shards(self) -> int:
@@ -238,11 +302,47 @@ class TensorParallel:
         return step
 
     def agree(self, name: str, values: Mapping[str, Any]) -> None:
-        """Compares ``values`` over the ranks; if they differ, raises one ValueError with all values on every rank.
+        """Compares ``values`` over the ranks of ``call_group``; if they differ, raises one ValueError with all values
+        on every rank.
 
         "NAME: KEY must be the same on every tensor-parallel rank, got rank 0: ...".  Each rank calls it.
         """
-        agree(self.group, Header(name, axis=self.axis), values)
+        agree(self.call_group, Header(name, axis=self.call_axis), values)
+
+
+def _process_group(
+    name: str, group: "dist.ProcessGroup | dist.DeviceMesh | None", dim: str
+) -> dist.ProcessGroup | None:
+    if isinstance(group, dist.DeviceMesh):
+        if group.ndim != 1:
+            rule = "a DeviceMesh must have one dimension"
+            raise ValueError(f"TensorParallel: {name}: {rule}, got {group}; pass mesh[{dim!r}]")
+        return group.get_group()
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"TensorParallel: {name} must be a DeviceMesh or a ProcessGroup this process is in, got {group!r}"
+        )
+    return group
+
+
+_call_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyDictionary()
+
+
+def _call_group(pieces: list[list[int]]) -> str:
+    """Makes a group of these ranks, for messages between their hosts; they alone call this."""
+    ranks = [rank for piece in pieces for rank in piece]
+    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True).group_name
+
+
+def _check_pieces(pieces: list[list[int]], context: dist.ProcessGroup) -> None:
+    """ValueError, the same on every rank of ``context``, for tensor-parallel ranks of its ranks that do not fit."""
+    members, ranks = dist.get_process_group_ranks(context), [rank for piece in pieces for rank in piece]
+    alike = len({*map(len, pieces)}) == 1 and len({*ranks}) == len(ranks)
+    if not alike or tuple(members) not in zip(*pieces, strict=True):
+        raise ValueError(
+            "TensorParallel: cp must be mesh['cp'] of a mesh with 'cp' and 'tp': ranks with tensor-parallel groups of"
+            f" their own, each in the same place of its; got ranks {members}, of tensor-parallel ranks {pieces}"
+        )
 
 
 def resolve(group_name: str) -> dist.ProcessGroup:

@@ -281,6 +281,16 @@ def test_a_checkpoint_resumes_at_another_split(tmp_path, undisturbed, tp, dp, mo
 
 
 @pytest.mark.slow
+def test_pieces_of_sequences(tmp_path, undisturbed):
+    """Killed at (cp, tp) = (2, 2), and resumed at (2, 1): the losses of two tensor-parallel ranks."""
+    done = run(SCRIPT, *arguments(tmp_path, 2, 1, "--cp", 2), procs=4, killed=("step", 5))
+    assert done.returncode != 0 and "SIGKILL" in done.stderr and latest(tmp_path) == "step-00000003"
+    said = ok(SCRIPT, *arguments(tmp_path, 1, 1, "--cp", 2, "--resume"), procs=2)
+    assert f"resumed at step 3 of {STEPS}" in said and "tp=1 x cp=2 x dp=1" in said
+    close(tmp_path, undisturbed(2, 1)[0])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tp, dp, more",
     [(4, 1, "--saving smallest"), (2, 2, "--no-sequence-parallel"), (1, 3, "--micro-batches 2"), (1, 1, "")],

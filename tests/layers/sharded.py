@@ -44,6 +44,7 @@ class Case:
 
 
 def mine(t: Tensor, layout: str, tp: TensorParallel) -> Tensor:
+    t = t.chunk(tp.cp_size, 0)[tp.cp_rank]
     if layout == "rows":
         return t.chunk(tp.row_shards, 0)[tp.row_rank]
     return t.chunk(tp.size, -1)[tp.rank] if layout == "columns" else t
@@ -87,9 +88,14 @@ def step(layer, case: Case, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
     return dict(y=y.detach(), **({"x": x.grad} if x.is_floating_point() else {}), **grads)
 
 
-def run(world, case: Case, sp: bool, dtype: torch.dtype, x: Tensor, dy: Tensor):
+def run(world, case: Case, sp: bool, dtype: torch.dtype, x: Tensor, dy: Tensor, cp: int = 1):
     """What one rank holds: its tp, what ``step`` gave, its weights, and the slices they are."""
-    layer = build(case, TensorParallel(world.group, sequence_parallel=sp, bitwise=LEAVES.get(dtype)), dtype)
+    if cp == 1:
+        tp = TensorParallel(world.group, sequence_parallel=sp, bitwise=LEAVES.get(dtype))
+    else:
+        mesh = world.pieces(1, cp, world.size // cp)
+        tp = TensorParallel(mesh["tp"], sequence_parallel=sp, cp=mesh["cp"])
+    layer = build(case, tp, dtype)
     out = step(layer, case, x, dy)
     weights = {name: p.detach() for name, p in layer.named_parameters()}
     return layer.tp, out, weights, {name: spec.local(tp) for name, spec, tp in named_specs(layer)}
@@ -146,7 +152,8 @@ def assert_seen(ranks, case: Case, target: str, mistake, names: str, dtype=torch
 
 
 def sharded_is_whole(cases: dict[str, Case], brief: tuple[str, ...] = ()):
-    """A test of every case, over one, two and four ranks, with sequence parallelism and without, in fp64 and fp32.
+    """A test of every case, over one, two and four ranks, with sequence parallelism and without, in fp64 and fp32, and
+    of two context-parallel ranks in fp64.
 
     Every day it runs in fp64 over one and four ranks with sequence parallelism and over four without, and in fp32 over
     four with it, where its rounding shows; the rest is slow.  Cases in ``brief`` run every day in fp64 over four ranks
@@ -163,13 +170,23 @@ def sharded_is_whole(cases: dict[str, Case], brief: tuple[str, ...] = ()):
         if name in brief:
             daily = (dtype, R, sp) == (torch.float64, 4, True)
         case_id = f"fp{8 * dtype.itemsize}-{R}-{'sp' if sp else 'no sp'}-{name}"
-        return pytest.param(dtype, R, sp, name, id=case_id, marks=[] if daily else [pytest.mark.slow])
+        return pytest.param(dtype, R, sp, name, 1, id=case_id, marks=[] if daily else [pytest.mark.slow])
 
-    settings = itertools.product((torch.float64, torch.float32), (1, 2, 4), (True, False), cases)
+    def in_pieces(R: int, sp: bool, name: str):
+        case_id, daily = f"fp64-{R // 2}x2-{'sp' if sp else 'no sp'}-{name}", (R, sp) == (4, True)
+        return pytest.param(
+            torch.float64, R, sp, name, 2, id=case_id, marks=[] if daily and name not in brief else [pytest.mark.slow]
+        )
 
-    @pytest.mark.parametrize("dtype, R, sp, name", [marked(*setting) for setting in settings])
-    def test_sharded_is_whole(ranks, R, sp, dtype, name):
+    settings = [
+        marked(*setting)
+        for setting in itertools.product((torch.float64, torch.float32), (1, 2, 4), (True, False), cases)
+    ]
+    settings += [in_pieces(R, sp, name) for R, sp in ((4, True), (4, False), (2, True)) for name in cases]
+
+    @pytest.mark.parametrize("dtype, R, sp, name, cp", settings)
+    def test_sharded_is_whole(ranks, R, sp, dtype, name, cp):
         x, dy, one = expected(name, dtype)
-        compare(cases[name], dtype, one, ranks(R, run, cases[name], sp, dtype, x, dy))
+        compare(cases[name], dtype, one, ranks(R, run, cases[name], sp, dtype, x, dy, cp))
 
     return test_sharded_is_whole

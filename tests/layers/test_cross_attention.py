@@ -29,7 +29,7 @@ CASES = {
     "one kv head": dict(num_kv_heads=1, out_bias=False),
     "two kv heads, wide heads": dict(num_kv_heads=2, head_width=6),
     "dropout": dict(dropout=0.3, mask=MASK),
-    "grouped, dropout, padding": dict(num_kv_heads=2, dropout=0.3, seq=5, memory_seq=7),
+    "grouped, dropout, padding": dict(num_kv_heads=2, dropout=0.3, seq=5, memory_seq=9),
 }
 
 
@@ -50,7 +50,7 @@ def step(layer, options, call):
     """-> y, the gradients of both sequences and of every parameter; rows beyond seq count nothing."""
     rows = data(options.get("memory_size", D))
     x, memory, dy = (my_rows(t, layer.tp).to(layer.out.weight.dtype, copy=True) for t in rows)
-    rows = torch.arange(S * B).chunk(layer.tp.row_shards)[layer.tp.row_rank]
+    rows = my_rows(torch.arange(S * B), layer.tp)
     valid = rows[:, None] < B * call.get("seq", S)
     x.requires_grad_(), memory.requires_grad_()
     y = layer(x, memory, rng=make_rng(7, 3), **call)
@@ -66,9 +66,10 @@ def build(options, tp):
     return built(CASE(**options), tp, F64)
 
 
-def run(world, name, sp):
+def run(world, name, sp, cp):
     options, call = case_of(name)
-    layer = build(options, make_tp(world, sp))
+    mesh = world.pieces(1, cp, world.size // cp)
+    layer = build(options, TensorParallel(mesh["tp"], sequence_parallel=sp, cp=mesh["cp"]))
     weights = {name: p.detach() for name, p in layer.named_parameters()}
     slices = {name: spec.local(tp) for name, spec, tp in named_specs(layer)}
     return layer.tp, step(layer, options, call), weights, slices
@@ -82,9 +83,12 @@ def whole(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("R, sp", [(2, True), (4, True), pytest.param(4, False, marks=pytest.mark.slow)])
-def test_sharded_is_whole(ranks, R, sp, name):
-    compare(CASE, F64, whole(name), ranks(R, run, name, sp))
+@pytest.mark.parametrize(
+    "R, sp, cp",
+    [(2, True, 1), (4, True, 1), (4, True, 2), *(pytest.param(4, False, cp, marks=pytest.mark.slow) for cp in (1, 2))],
+)
+def test_sharded_is_whole(ranks, R, sp, cp, name):
+    compare(CASE, F64, whole(name), ranks(R, run, name, sp, cp))
 
 
 # ---- one process against torch ----

@@ -189,23 +189,24 @@ SAMPLES, POSITIONS, MAX_NORM = (
 
 
 class Training:
-    """A GPT, its optimizer, and the wrapping that ``kind`` says: "ddp" (where dp > 1), "dtensor", or "fsdp" (over
-    DTensors)."""
+    """A GPT, its optimizer, and the wrapping that ``kind`` says: "ddp" (where dp > 1), "dtensor", "fsdp" (over
+    DTensors), or "pieces" (as "ddp", of two context-parallel ranks)."""
 
     def __init__(
         self, world, dp: int = 1, sp: bool = True, kind: str = "ddp", dtype: torch.dtype = torch.float64, **options: Any
     ):
-        self.mesh = world.mesh(dp, world.size // dp)
-        tp, self.dp = TensorParallel(self.mesh["tp"], sequence_parallel=sp), dp
+        cp = 2 if kind == "pieces" else 1
+        self.mesh = world.pieces(dp, cp, world.size // dp // cp)
+        tp, self.dp = TensorParallel(self.mesh["tp"], sequence_parallel=sp, cp=self.mesh["cp"]), dp
         with default_dtype(dtype):
             self.model = GPT(STEP_CONFIG, tp=tp, dp=self.mesh["dp"], **options)
         self.replica: torch.nn.Module = self.model
-        if kind != "ddp":
+        if kind in ("dtensor", "fsdp"):
             as_dtensor(self.model, self.mesh["tp"])
         if kind == "fsdp":
             for module in (*self.model.blocks, self.model):
                 fully_shard(module, mesh=self.mesh["dp"])
-        if kind == "ddp" and dp > 1:
+        if kind in ("ddp", "pieces") and dp > 1:
             self.replica = torch.nn.parallel.DistributedDataParallel(
                 self.model, process_group=self.mesh["dp"].get_group()
             )

@@ -1,6 +1,7 @@
 """Small models over pipeline stages, their batches, and their curves and gradients against one process's."""
 
 import functools
+import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -149,7 +150,7 @@ def check_curve(ranks, build, layout, name, config=GPT2, steps=2, per_step=1, **
     key = repr((config, lora, steps, per_step, of_loss))
     if key not in EXACT:
         EXACT[key] = ranks(1, functools.partial(one_process, **of_loss), config, lora, steps, per_step)[0]
-    exact, size = EXACT[key], layout[0] * layout[1] * layout[2]
+    exact, size = EXACT[key], math.prod(layout)
     curves = ranks(size, over_stages, build, layout, name, config, options, steps, per_step, exact.first)
     for curve in curves:
         assert curve.losses == pytest.approx(exact.losses, rel=1e-9)

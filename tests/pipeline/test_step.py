@@ -39,7 +39,8 @@ from tpfuse.sequence_parallel.forms import plain
 
 
 def staged(mesh, name, config, lora=False, overlap="off", sequence_parallel=False, **options):
-    tp = TensorParallel(mesh["tp"], sequence_parallel=sequence_parallel, overlap=overlap)
+    cp = mesh["cp"] if "cp" in mesh.mesh_dim_names else None
+    tp = TensorParallel(mesh["tp"], sequence_parallel=sequence_parallel, overlap=overlap, cp=cp)
     return adapted(made(config, tp=tp, **place(mesh, name), **options), lora), None
 
 
@@ -82,6 +83,19 @@ def test_every_kind_of_model(ranks, kind, name):
 def test_experts_over_ranks_of_a_stage(ranks, name, sp):
     """Rows go to the experts of both tensor-parallel ranks of a stage; under zero-bubble gradients of weights wait."""
     check_curve(ranks, staged, (2, 1, 2), name, MODELS["mixtral"], steps=1, sequence_parallel=sp)
+
+
+@pytest.mark.parametrize(
+    "kind, layout, name",
+    [
+        ("gpt2", (2, 1, 2, 1), "zbv"),  # gradients of weights wait, and are summed over pieces when they are made
+        ("mixtral", (2, 1, 2, 1), "1f1b"),
+        pytest.param("llama", (2, 1, 2, 2), "zero-bubble", marks=pytest.mark.slow),
+        pytest.param("gpt2", (2, 2, 2, 1), "chimera", marks=pytest.mark.slow),
+    ],
+)
+def test_pieces_of_sequences(ranks, kind, layout, name):
+    check_curve(ranks, staged, layout, name, MODELS[kind], steps=2, sequence_parallel=True)
 
 
 @pytest.mark.parametrize("layout, name", [((2, 1, 1), "zbv"), ((2, 1, 2), "1f1b"), ((2, 2, 1), "zero-bubble")])

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..kernels.runtime.errors import check
 from ..models.files.write import whole_tensors
 from ..models.model import Model
+from ..parallel import TensorParallel
 from ..ranks.messages import together
 from ..training.calls import CallRecord, record_calls
 from ..training.checkpoint import load_checkpoint, save_checkpoint
@@ -61,22 +62,28 @@ def sizes_of(model: Model) -> MeshSizes:
     ValueError, on every rank, if the world's ranks are not in the order that accelerate's data loaders suppose.
     """
     tp, world, rank = model.tp, dist.get_world_size(), dist.get_rank()
-    dp = world // tp.size
+    dp, calls = world // tp.call_size, tp.call_size
 
     def examine() -> None:
         check(
             dp == 1 or model.groups.dp_rank is not None,
-            f"{world} ranks are {dp} replicas of tensor-parallel size {tp.size}, and the model does not know of them;"
+            f"{world} ranks are {dp} replicas of {calls} {tp.call_axis} ranks, and the model does not know of them;"
             " give parallelize, or the model, dp=mesh['dp']",
         )
         check(
-            (rank // tp.size, rank % tp.size) == (model.groups.dp_rank or 0, tp.rank),
-            f"rank {rank} is data-parallel rank {model.groups.dp_rank or 0} and tensor-parallel rank {tp.rank};"
-            f" accelerate needs init_device_mesh(device, ({dp}, {tp.size}), mesh_dim_names=('dp', 'tp')), tp last",
+            divmod(rank, calls) == (model.groups.dp_rank or 0, tp.call_rank),
+            f"rank {rank} is data-parallel rank {model.groups.dp_rank or 0} and {tp.call_axis} rank {tp.call_rank};"
+            f" accelerate needs init_device_mesh(device, {_shape(dp, tp)}), tp last",
         )
 
     together(examine, model.groups.all())
-    return MeshSizes(tp.size, dp)
+    return MeshSizes(calls, dp)
+
+
+def _shape(dp: int, tp: TensorParallel) -> str:
+    if tp.cp is None:
+        return f"({dp}, {tp.size}), mesh_dim_names=('dp', 'tp')"
+    return f"({dp}, {tp.cp_size}, {tp.size}), mesh_dim_names=('dp', 'cp', 'tp')"
 
 
 class AcceleratorMixin:
@@ -130,7 +137,7 @@ class AcceleratorMixin:
         check_processes(split, {"accelerate": self.num_processes})
         sizes, config = sizes_of(split), self.parallelism_config
         configured = None if config is None else MeshSizes(config.tp_size, config.dp_shard_size)
-        if split.tp.size == 1 and configured is None:
+        if split.tp.call_size == 1 and configured is None:
             whole: nn.Module = plain.prepare_model(model, device_placement, evaluation_mode)
             if isinstance(whole, DistributedDataParallel):
                 record_calls(whole, CallRecord("accelerate", split.groups.dp))

@@ -62,7 +62,7 @@ def parallelize(
     """
     tp = TensorParallel() if tp is None else tp
     base: Any = cast(Any, module).get_base_model() if is_peft_model(module) else module
-    with adapter_of(module, (tp.group,)) as add_adapter:
+    with adapter_of(module, (tp.call_group,)) as add_adapter:
         model = _parallel(base, tp, dp=dp, seed=seed, saving=saving, recompute=recompute)
         if add_adapter is not None:
             add_adapter(model)
@@ -103,7 +103,7 @@ def _parallel(
         NamedTensors("parallelize", type(module).__name__, parameters).check_layers(config.num_layers)
         return counterpart.constructor(module), hf_config, config, _recompute(module, recompute)
 
-    constructor, hf_config, config, recompute = together(examine, (tp.group,))
+    constructor, hf_config, config, recompute = together(examine, (tp.call_group,))
     dtype, device = kinds[0]
     with torch.device("meta"):
         model = constructor(config, tp=tp, dp=dp, seed=seed, saving=saving, recompute=recompute)
@@ -115,7 +115,7 @@ def _parallel(
         tp.agree("parallelize", {f"a checksum of the weights ({cause})": _checksum(parameters)})
         tensors = NamedTensors("parallelize", type(module).__name__, before_peft(module.state_dict()))
         load(model.files, tensors, dtype, device)
-    together(lambda: _freeze(model, parameters), (tp.group,))
+    together(lambda: _freeze(model, parameters), (tp.call_group,))
     name = Path(getattr(module, "name_or_path", "") or "")
     model.origin = FileOrigin(name if name.is_dir() else None, hf_config)
     return model

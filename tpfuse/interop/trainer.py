@@ -37,7 +37,7 @@ class TrainerMixin:
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         if (module := self._parallelized) is not None:
-            _share_generators(module.parallel.tp.group)  # which some trainers seed by the process
+            _share_generators(module.parallel.tp.call_group)  # which some trainers seed by the process
 
     def create_accelerator_and_postprocess(self) -> None:
         plain: Any = super()
@@ -50,7 +50,7 @@ class TrainerMixin:
         if module is not None:
             counts = {"accelerate": self.accelerator.num_processes, "transformers": self.args.world_size}
             check_processes(module.parallel, counts)
-        if module is not None and module.parallel.tp.size > 1:
+        if module is not None and module.parallel.tp.call_size > 1:
             config: Any = import_module("accelerate").ParallelismConfig
             tp, dp = sizes_of(module.parallel)
             self.accelerator.tell(config(tp_size=tp, dp_shard_size=dp))
@@ -63,7 +63,7 @@ class TrainerMixin:
         plain: Any = super()
         items, module = plain._get_num_items_in_batch(*args), self._parallelized
         # The Trainer has divided by the tensor-parallel size, and AcceleratorMixin.gather had counted nobody twice.
-        return items * module.parallel.tp.size if module is not None and isinstance(items, torch.Tensor) else items
+        return items * module.parallel.tp.call_size if module is not None and isinstance(items, torch.Tensor) else items
 
     # ---- checkpoints: every rank takes part ----
 

@@ -70,7 +70,7 @@ class InputEmbeddings(VocabParallelEmbedding):
             return super().forward(ids)
         _check_gathered("get_input_embeddings()", self)
         if self._agreement is not None:
-            self._agreement(self.tp.group, {"input_ids": ids}, {})
+            self._agreement(self.tp.call_group, {"input_ids": ids}, {})
         check_ids("get_input_embeddings(): input_ids", ids, self.num_embeddings)
         rows = BatchRows(ids.shape, self.tp)
         return rows.collected(super().forward(rows.all(ids, -1)))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.attn.op import attend
-from ..kernels.attn.options import Options, as_key_mask, default_seq
+from ..kernels.attn.options import Options, as_key_mask
 from ..kernels.norm import Recompute, reduce_bias_dropout_add_norm
 from ..kernels.rotary.op import rope as rotate
 from ..kernels.runtime.errors import check
@@ -20,11 +20,12 @@ from ..kernels.runtime.philox import active_rng, threshold
 from ..kernels.runtime.rules import POSITIVE, check_numbers
 from ..parallel import BITWISE, TensorParallel
 from ..sequence_parallel import gather_attention_exchange
+from ..sequence_parallel.context import HeadSplit, attend_pieces
 from .cache import KVCache, Seeing
 from .call import CALL, Call, Rope, required
 from .hooks import hooked
 from .linear import ColumnParallelLinear, ColumnProjection, RowParallelLinear
-from .module import Origin, ParallelModule, check_rows, leaf_slices, local, replicated
+from .module import Origin, ParallelModule, check_rows, leaf_slices, local, on_pieces, replicated
 from .norm import HeadNorm, RMSNorm, SplitNorm, normed
 from .shapes import INIT, AttentionShape, Init
 from .sites import sites
@@ -83,6 +84,7 @@ class CopiedKV(ColumnProjection):
         return weight, self._joined(local(self.q_bias), local(self.kv_bias))
 
     def _joined(self, q: Tensor, kv: Tensor) -> Tensor:
+        q, kv = on_pieces(q, self.tp), on_pieces(kv, self.tp)
         copies = torch.cat(leaf_slices(kv, self.tp, self.copies))
         return torch.cat([q.unflatten(0, (len(copies), -1)), copies], 1).flatten(0, 2)
 
@@ -180,6 +182,7 @@ class ParallelAttention(ParallelModule):
                 D, groups=groups, heads=heads, head_width=E, copies=copies, bias=shape.bias, tp=tp, init_std=init.std,
                 dtype=dtype, device=device,
             )  # fmt: skip
+        HeadSplit(self.groups, self.heads_per_group - 2, tp.cp_size).check("ParallelAttention")
         self.q_norm = self.k_norm = None
         if shape.qk_norm and shape.qk_norm_all:
             self.q_norm, self.k_norm = (
@@ -213,7 +216,7 @@ class ParallelAttention(ParallelModule):
         p = self.dropout if self.training else 0.0
         options = Options(
             key_mask=call.key_mask, cu_seqlens=call.cu_seqlens, rng=active_rng("attention", p, call.rng),
-            batch=call.batch, seq=default_seq(rows, call.batch) if call.seq is None else call.seq,
+            batch=call.batch, seq=call.positions(rows, self.tp),
             max_seqlen=call.max_seqlen, causal=self.causal, window=self.window,
             scale=self.head_width**-0.5 if self.scale is None else self.scale, softcap=self.softcap, p=p,
             site=self.site, first_head=self.first_head, leaves=self.tp.leaves,
@@ -230,7 +233,10 @@ class ParallelAttention(ParallelModule):
         ``recompute``: n is recomputed in backward.
         """
         if self.in_one and call.cache is None:
-            weights, heads = (*self.qkv.flat(), local(self.out.weight)), (self.heads_per_group, self.head_width)
+            weights, heads = (
+                (*self.qkv.flat(), on_pieces(self.out.weight, self.tp)),
+                (self.heads_per_group, self.head_width),
+            )
             options = self.options(n.shape[-2] * self.tp.row_shards, call)
             return gather_attention_exchange(n, *weights, heads=heads, options=options, tp=self.tp, recompute=recompute)
         return self.out.parts(self._attend(self.qkv.project(n, recompute), call))
@@ -243,7 +249,7 @@ class ParallelAttention(ParallelModule):
             qkv = torch.cat([*normed(self.q_norm, self.k_norm, q, k), v], 2)
         cache, rope = call.cache, call.rotation(self.window)
         if cache is None:
-            return attend(qkv, self.options(len(qkv), call))
+            return attend_pieces(qkv, self.options(len(qkv), call), self.tp)
         if rope is not None:  # the cache holds keys that are rotated already
             if rope.positions is None:
                 raise ValueError("ParallelAttention: with a cache, rope needs positions")

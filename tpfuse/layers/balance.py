@@ -75,7 +75,7 @@ def router_sums(logits: Tensor, chosen: Tensor, score: str, call: Call, m: int, 
         p = p / p.sum(-1, keepdim=True)
     z = logits.logsumexp(-1, keepdim=True).square()
     values = torch.cat((counts, p, z, torch.ones_like(z)), 1)
-    of = _sequences(call, tp.rank * m, len(logits), logits.device).to(values.dtype)
+    of = _sequences(call, call.first_row(m * tp.size, tp) + tp.rank * m, len(logits), logits.device).to(values.dtype)
     with torch.autocast(logits.device.type, enabled=False):  # whose products would count in 16 bits
         if tp.bitwise is None or m == 0:
             return of @ values
@@ -122,7 +122,9 @@ def balance_loss(
     check(len(layers) > 0, "balance_loss: sums must be of one layer at least, got none")
     shapes = dict.fromkeys(tuple(layer.shape) for layer in layers)
     check(len(shapes) == 1, f"balance_loss: layers must have as many experts and sequences each, got sums {[*shapes]}")
-    total = reduce(torch.stack(layers), TensorParallel() if tp is None else tp)  # [L, N, 2 E + 2]
+    tp = TensorParallel() if tp is None else tp
+    total = reduce(torch.stack(layers), tp)  # [L, N, 2 E + 2]
+    total = total if tp.cp is None else reduce(total, tp.cp)
     E = total.shape[-1] // 2 - 1
     c, P, z, T = total.split((E, E, 1, 1), dim=-1)
     T = T.squeeze(-1)

@@ -278,7 +278,7 @@ class TransformerBlock(ParallelModule):
         """True if the block runs as one node: on one rank, where nothing stands between its ops or is recomputed, and
         no leaves share a kv head."""
         return (
-            self.tp.size == 1
+            self.tp.call_size == 1
             and call.cache is None
             and call.keep
             and normed.recompute is None

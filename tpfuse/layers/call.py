@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..kernels.attn.options import default_seq
+from ..parallel import TensorParallel
 from .cache import KVCache
 
 
@@ -30,6 +32,9 @@ class Ropes(NamedTuple):
 class Call(NamedTuple):
     """Arguments of one call over rows s * batch + b, beside the rows.
 
+    ``seq``, ``key_mask``, ``cu_seqlens`` and ``rope`` are those of whole sequences, also where context-parallel ranks
+    hold a piece of each.
+
     ``key_mask`` bool [batch, seq], true where a key may be seen.  ``cu_seqlens`` int32 [N + 1], the bounds of packed
     documents (batch 1), of which the longest has ``max_seqlen`` positions.  ``rng`` int64 [3] = (seed, step,
     first_sample), needed where dropout is on.  ``keep``: save what backward reads; if false n and activations are
@@ -46,6 +51,21 @@ class Call(NamedTuple):
     cache: KVCache | None = None
     keep: bool = True
     router_sums: bool = False
+
+    def positions(self, rows: int, tp: TensorParallel) -> int:
+        """Returns the positions of whole sequences, of which the ranks of ``tp`` together hold ``rows`` rows."""
+        return default_seq(rows, self.batch) * tp.cp_size if self.seq is None else self.seq
+
+    def first_row(self, rows: int, tp: TensorParallel) -> int:
+        """Returns the index in whole sequences of the first of those ``rows`` that the ranks of ``tp`` hold together:
+        rank c of ``tp.cp`` has the c-th piece of each sequence."""
+        return tp.cp_rank * tp.piece(self.positions(rows, tp)) * self.batch if tp.cp_rank else 0
+
+    def valid_rows(self, rows: int, tp: TensorParallel) -> int:
+        """Returns how many of those rows, from the first on, are no padding."""
+        if self.seq is None:
+            return rows
+        return max(0, min(tp.piece(self.seq) * self.batch, self.seq * self.batch - self.first_row(rows, tp)))
 
     def rotation(self, window: int | None) -> Rope | None:
         """Returns the rotary positions of a layer with this window."""

@@ -17,8 +17,9 @@ from ..kernels.runtime.leaves import cut
 from ..kernels.runtime.op import acc_dtype
 from ..kernels.runtime.philox import active_rng, keep, mask_key, scale, threshold
 from ..parallel import TensorParallel
+from ..sequence_parallel.context import HeadSplit, copied, to_heads, to_pieces
 from .linear import ColumnParallelLinear, ColumnProjection, RowParallelLinear
-from .module import ParallelModule, leaf_slices, local
+from .module import ParallelModule, leaf_slices, on_pieces
 from .sites import cross_site
 
 
@@ -54,7 +55,7 @@ class KeyValue(ColumnProjection):
         self.initialize_alone()
 
     def flat(self) -> tuple[Tensor, Tensor | None]:
-        weight, bias = self._all_copies(local(self.weight)), local(self.bias)
+        weight, bias = self._all_copies(on_pieces(self.weight, self.tp)), on_pieces(self.bias, self.tp)
         return weight.reshape(-1, self.in_features), None if bias is None else self._all_copies(bias).reshape(-1)
 
     def _all_copies(self, p: Tensor) -> Tensor:
@@ -110,6 +111,8 @@ class CrossAttention(ParallelModule):
         self.hidden_size, self.memory_size = hidden_size, hidden_size if memory_size is None else memory_size
         self.head_width = E = hidden_size // num_heads if head_width is None else head_width
         self.first_head, self.dropout, self.site = self.tp.rank * self.heads, dropout, cross_site(layer)
+        self._split = HeadSplit(max(1, groups // leaves), self.heads // max(1, groups // leaves), self.tp.cp_size)
+        self._split.check(name)
         self.q = ColumnParallelLinear(
             hidden_size, (num_heads, E), bias, tp=self.tp, init_std=init_std, dtype=dtype, device=device
         )
@@ -143,28 +146,39 @@ class CrossAttention(ParallelModule):
         """
         _check_rows("x", x, self.hidden_size)
         _check_rows("memory", memory, self.memory_size)
-        q, kv = self.q(x), self.kv(memory)
-        seq, memory_seq = _positions("x", len(q), batch, seq), _positions("memory", len(kv), batch, memory_seq)
-        padding = len(q) - seq * batch
+        q, kv, cp, E = self.q(x), self.kv(memory), self.tp.cp, self.head_width
+        seq = _positions("x", len(q), batch, seq, tp=self.tp)
+        memory_seq = _positions("memory", len(kv), batch, memory_seq, tp=self.tp)
+        rows = len(q)
         mask = as_key_mask("CrossAttention: attention_mask", attention_mask)
         shape = batch, memory_seq
         fits = mask is None or mask.shape == shape
         check(
             fits, f"CrossAttention: attention_mask must be {shape}, got {None if mask is None else tuple(mask.shape)}"
         )
-        split = lambda rows, seq, *heads: rows[: seq * batch].view(seq, batch, *heads, self.head_width)
-        k, v = split(kv, memory_seq, -1, 2).permute(3, 1, 2, 0, 4)  # [B, G, T, E]
-        q = split(q, seq, self.heads).permute(1, 2, 0, 3)
+        q, kv, first_head = q.view(rows, -1, E), kv.view(len(kv), -1, 2, E), self.first_head
+        if cp is not None:
+            split = self._split
+            q = to_heads(q, self.tp.piece(seq) * batch, cp)
+            kv = to_heads(copied(kv, split.copies), self.tp.piece(memory_seq) * batch, cp)
+            first_head += cp.rank * split.query_heads
+        k, v = kv[: memory_seq * batch].unflatten(0, (memory_seq, batch)).permute(3, 1, 2, 0, 4)  # [B, G, T, E]
+        q = q[: seq * batch].unflatten(0, (seq, batch)).permute(1, 2, 0, 3)
         p = self.dropout if self.training else 0.0
         rng, leaves = active_rng("CrossAttention", p, rng), max(self.tp.leaves, 1)
         by_leaf = (cut("CrossAttention", t, 1, leaves) if leaves > 1 else (t,) for t in (q, k, v))
         pieces = enumerate(zip(*by_leaf, strict=True))
-        o = torch.cat([self._attend(q, k, v, leaf=i, mask=mask, rng=rng) for i, (q, k, v) in pieces], 1)
+        heads = lambda leaf: first_head + leaf * (self.heads // leaves)
+        o = torch.cat([self._attend(q, k, v, mask=mask, rng=rng, first_head=heads(i)) for i, (q, k, v) in pieces], 1)
         o = o.permute(2, 0, 1, 3).reshape(seq * batch, -1)
-        return self.out(F.pad(o, (0, 0, 0, padding)) if padding else o)
+        padding = self.tp.piece(seq) * self.tp.cp_size * batch - len(o) if cp is not None else rows - len(o)
+        o = F.pad(o, (0, 0, 0, padding)) if padding else o
+        return self.out(o if cp is None else to_pieces(o, rows, cp))
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, leaf: int, mask: Tensor | None, rng: Tensor | None) -> Tensor:
-        """q [B, H, S, E], k and v [B, G, T, E] of a leaf of the heads, seen bool [B, T] -> [B, H, S, E]"""
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, rng: Tensor | None, first_head: int
+    ) -> Tensor:
+        """q [B, H, S, E], k and v [B, G, T, E] of heads from ``first_head`` on, mask bool [B, T] -> [B, H, S, E]"""
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
         visible = None if mask is None else mask.any(1)[:, None, None, None]
         if mask is not None and visible is not None:
@@ -176,7 +190,7 @@ class CrossAttention(ParallelModule):
         else:
             s = (q @ k.transpose(-1, -2)).to(acc_dtype(q)) * self.head_width**-0.5
             probs = (s if mask is None else s.masked_fill(~mask, -torch.inf)).softmax(-1)
-            o = (probs * self._mask(rng, probs, self.first_head + leaf * q.shape[1])).to(v.dtype) @ v
+            o = (probs * self._mask(rng, probs, first_head)).to(v.dtype) @ v
         return o if visible is None else torch.where(visible, o, 0)
 
     @torch.no_grad()
@@ -196,11 +210,13 @@ def _check_rows(name: str, x: Tensor, width: int) -> None:
     check(fits, f"CrossAttention: {name} must be rows [m, {width}], row s * batch + b, got {tuple(x.shape)}")
 
 
-def _positions(name: str, rows: int, batch: int, seq: int | None) -> int:
+def _positions(name: str, rows: int, batch: int, seq: int | None, *, tp: TensorParallel) -> int:
+    """Returns the positions of whole sequences, of which the ranks of ``tp`` together have ``rows`` rows."""
     if seq is None:
         check(rows % batch == 0, f"CrossAttention: {rows} rows of {name} are not divisible by batch={batch}; give seq")
-        return rows // batch
+        return rows // batch * tp.cp_size
+    here = tp.piece(seq)
     check(
-        0 < seq * batch <= rows, f"CrossAttention: seq x batch = {seq} x {batch} rows of {name}, and there are {rows}"
+        0 < here * batch <= rows, f"CrossAttention: seq x batch = {here} x {batch} rows of {name}, and there are {rows}"
     )
     return seq

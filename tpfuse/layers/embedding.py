@@ -11,7 +11,7 @@ from ..kernels.losses.op import check_ids
 from ..kernels.norm import reduce_bias_dropout_add_norm
 from ..parallel import TensorParallel
 from ..sequence_parallel import leave_parts
-from .module import ParallelModule, local
+from .module import ParallelModule, on_pieces
 
 _DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16
 
@@ -46,7 +46,7 @@ class VocabParallelEmbedding(ParallelModule):
 
     def parts(self, ids: Tensor) -> Tensor:
         """Returns parts [R, m, D], to be summed over R."""
-        rows = embedding(local(self.shard("weight")), ids.reshape(-1), first=self.first)
+        rows = embedding(on_pieces(self.shard("weight"), self.tp), ids.reshape(-1), first=self.first)
         return leave_parts(self.scaled(rows), self.tp)
 
     def scaled(self, rows: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from ..kernels.experts.low_rank import LowRank
 from ..parallel import TensorParallel
 from ..sequence_parallel.experts import ExpertAdapters
 from .linear import Adapter, Parts
-from .module import local
+from .module import local, on_pieces
 from .moe import ParallelMoE
 from .projections import EXPERT_WEIGHTS
 
@@ -57,7 +57,7 @@ class ExpertLoRA(Adapter):
         return ExpertAdapters(*(self._pair(leaf) if leaf in self.leaves else None for leaf in EXPERT_WEIGHTS))
 
     def _pair(self, leaf: str) -> LowRank:
-        a, b = (local(self.get_parameter(f"{letter}_{leaf}")) for letter in "AB")
+        a, b = (on_pieces(self.get_parameter(f"{letter}_{leaf}"), self.tp) for letter in "AB")
         return LowRank(a, b.flatten(1, -2), self.scale)
 
     def deltas(self) -> dict[str, Tensor]:

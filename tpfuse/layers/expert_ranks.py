@@ -35,6 +35,7 @@ def expert_ranks(caller: str, experts: ExpertGroup | None, tp: TensorParallel) -
     )
     if len(members) == tp.size:
         return tp
+    check(tp.cp is None, f"{caller}: experts over replicas are not built for cp=; leave experts off, or cp")
     check(
         tp.bitwise is None,
         f"{caller}: experts over replicas are not built for bitwise={tp.bitwise}; leave experts off, or bitwise",

@@ -22,7 +22,7 @@ from ..kernels.runtime.errors import check
 from ..kernels.runtime.leaves import cut, tree
 from ..parallel import TensorParallel
 from ..sequence_parallel import gather_linear, leave_parts, linear_exchange
-from .module import ParallelModule, check_width, local, replicated
+from .module import ParallelModule, check_width, local, on_pieces, replicated
 
 # Of a layer: weight -> (indices of its dimension 1, name) of each projection that it holds.
 Parts = dict[str, list[tuple[int, str]]]
@@ -144,8 +144,8 @@ class ColumnParallelLinear(ColumnProjection):
         self.initialize_alone()
 
     def flat(self) -> tuple[Tensor, Tensor | None]:
-        bias = local(self.bias)
-        return local(self.weight).reshape(-1, self.in_features), None if bias is None else bias.reshape(-1)
+        weight, bias = on_pieces(self.weight, self.tp), on_pieces(self.bias, self.tp)
+        return weight.reshape(-1, self.in_features), None if bias is None else bias.reshape(-1)
 
 
 class RowParallelLinear(Adaptable):
@@ -180,9 +180,9 @@ class RowParallelLinear(Adaptable):
     def parts(self, x: Tensor) -> Tensor:
         """x [M, K/R] -> parts [R, m, N], to be summed over R and given the bias."""
         if self.adapter is None:
-            return linear_exchange(x, local(self.weight), tp=self.tp)
+            return linear_exchange(x, on_pieces(self.weight, self.tp), tp=self.tp)
         if self.tp.bitwise is None:
-            return leave_parts(linear(x, local(self.weight)) + self.adapter(x), self.tp)
+            return leave_parts(linear(x, on_pieces(self.weight, self.tp)) + self.adapter(x), self.tp)
         xs, weights = (cut("RowParallelLinear", t, 1, self.tp.leaves) for t in (x, local(self.weight)))
         leaves = zip(xs, weights, self.adapter.of_leaves(xs), strict=True)
         return leave_parts(tree(linear(x_v, w_v) + added for x_v, w_v, added in leaves), self.tp)

@@ -34,7 +34,7 @@ from ..sequence_parallel import gather_linear
 from .expert_lora import ExpertLoRA
 from .linear import Adaptable, Adapter, Parts, RowParallelLinear
 from .lora_targets import adaptable_layers, base_of, chosen_layers
-from .module import Origin, initialize, leaf_slices, local, on_rows, per_leaf
+from .module import Origin, initialize, leaf_slices, local, on_pieces, on_rows, per_leaf
 from .moe import ParallelMoE
 
 _MAX_RANK = 1 << 16
@@ -123,7 +123,7 @@ class ColumnLoRA(Adapter):
         remaining, blocks = iter(weights), []
         for leaf, ((n, *_), name, copies) in self.leaves.items():
             block = self.block(leaf, None if name is None else next(remaining))
-            blocks.append(leaf_slices(block.unflatten(0, (n, -1)), self.tp, copies))
+            blocks.append(leaf_slices(on_pieces(block, self.tp).unflatten(0, (n, -1)), self.tp, copies))
         return torch.cat([piece.flatten(0, 1) for leaf in zip(*blocks, strict=True) for piece in leaf]) * self.scale
 
     def deltas(self) -> dict[str, Tensor]:
@@ -172,8 +172,9 @@ class RowLoRA(Adapter):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [M, K/R] -> this rank's part of s (x A') B' [M, N]"""
-        u = linear(x, cast(local(self.A), x.dtype))
-        return linear(u, derived(lambda b: copy(b, self.tp) * self.scale, local(self.B), dtype=u.dtype))
+        u = linear(x, cast(on_pieces(self.A, self.tp), x.dtype))
+        whole = lambda b: copy(on_pieces(b, self.tp), self.tp) * self.scale
+        return linear(u, derived(whole, local(self.B), dtype=u.dtype))
 
     def of_leaves(self, xs: Sequence[Tensor]) -> list[Tensor]:
         a = cut("RowLoRA", local(self.A), 1, len(xs))

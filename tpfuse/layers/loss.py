@@ -7,6 +7,7 @@ What comes out is the same on every rank, and the gradients are complete.  A sli
 that any vocabulary size works; the last ranks may have fewer columns.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +19,8 @@ from ..kernels.runtime.errors import check
 from ..parallel import TensorParallel
 from ..ranks.agreement import agreement_of
 from ..sequence_parallel import gather_linear, gather_linear_cross_entropy
-from ..sequence_parallel.loss import gather_stats, leaf_of
-from .module import ParallelModule, local
+from ..sequence_parallel.loss import gather_stats, leaf_of, loss_of_pieces
+from .module import ParallelModule, local, on_pieces
 from .wiring import Normed
 
 
@@ -57,11 +58,9 @@ def cross_entropy(
         vocab_size, ignore_index, label_smoothing, z_loss=z_loss, normalizer=normalizer, reduction=reduction
     )
     loss.compare("cross_entropy", labels, tp)
-    return kernel(
-        logits, labels, first_token=first_token, gather=lambda stats: gather_stats(stats, tp), vocab_size=vocab_size,
-        ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, normalizer=normalizer,
-        reduction=reduction, leaf=leaf_of(vocab_size, tp),
-    )  # fmt: skip
+    gather = lambda stats: gather_stats(stats, tp)
+    run = functools.partial(kernel, logits, first_token=first_token, gather=gather, leaf=leaf_of(vocab_size, tp))
+    return loss_of_pieces(run, labels, tp, **loss._asdict())
 
 
 def linear_cross_entropy(
@@ -90,11 +89,11 @@ def linear_cross_entropy(
         vocab_size, ignore_index, label_smoothing, z_loss=z_loss, normalizer=normalizer, reduction=reduction
     )
     loss.compare(name, labels, tp)
-    return gather_linear_cross_entropy(
-        x, local(weight), labels, local(bias), tp=tp, first_token=first_token, vocab_size=vocab_size,
-        ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, normalizer=normalizer,
-        reduction=reduction,
-    )  # fmt: skip
+    weight, bias = on_pieces(weight, tp), on_pieces(bias, tp)
+    run = lambda labels, **options: gather_linear_cross_entropy(
+        x, weight, labels, bias, tp=tp, first_token=first_token, **options
+    )
+    return loss_of_pieces(run, labels, tp, **loss._asdict())
 
 
 def log_probs(
@@ -155,7 +154,12 @@ class VocabParallelHead(ParallelModule):
         """x [m, D] (without sequence parallelism [M, D]), or a block's n -> logits [M, V/R]"""
         n, recompute, _ = x if isinstance(x, Normed) else Normed(self._rows(x))
         return gather_linear(
-            n, self._weight(weight), local(self.shard("bias")), tp=self.tp, recompute=recompute, columns=self.columns
+            n,
+            on_pieces(self._weight(weight), self.tp),
+            on_pieces(self.shard("bias"), self.tp),
+            tp=self.tp,
+            recompute=recompute,
+            columns=self.columns,
         )
 
     def loss(self, x: Tensor, labels: Tensor, weight: Tensor | None = None, **options: Any) -> Tensor:

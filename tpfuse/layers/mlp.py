@@ -14,7 +14,7 @@ from ..sequence_parallel import gather_mlp_exchange
 from .call import CALL, Call
 from .hooks import hooked
 from .linear import ColumnParallelLinear, RowParallelLinear, activated
-from .module import ParallelModule, check_width, local, replicated
+from .module import ParallelModule, check_width, on_pieces, replicated
 from .shapes import INIT, Init, MLPShape
 
 
@@ -94,7 +94,7 @@ class ParallelMLP(ParallelModule):
         ``recompute``: n is recomputed in backward.  The activation is too unless ``call.keep``.
         """
         if self.in_one:
-            weights = *self.fc1.flat(), local(self.fc2.weight)
+            weights = *self.fc1.flat(), on_pieces(self.fc2.weight, self.tp)
             return gather_mlp_exchange(
                 n, *weights, activation=self.activation, tp=self.tp, recompute=recompute, keep=call.keep
             )

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from ..collectives import copy, copy_within
+from ..collectives import all_reduce, copy, copy_within
 from ..kernels.runtime.function import Function, once_differentiable
 from ..kernels.runtime.leaves import tree
+from ..kernels.runtime.main_grad import derived
 from ..kernels.runtime.op import acc_dtype
 from ..kernels.runtime.philox import normal
 from ..kernels.runtime.rules import NOT_NEGATIVE, check_number
@@ -28,6 +29,7 @@ from .state import as_local, as_whole, is_split
 
 _CHUNK = 1 << 20  # elements initialised at a time
 _PLAIN = bool, int, float, str
+_ROWS = "argument 1", "ids"  # of a layer's call: of context-parallel ranks each has other ones
 
 
 class ParallelModule(nn.Module):
@@ -57,6 +59,7 @@ class ParallelModule(nn.Module):
         self.specs: dict[str, Spec] = {}
         self._agreement: Agreement | None = None
         self._replicas: Agreement | None = None
+        self._pieces: Agreement | None = None
         self._compares: RemovableHandle | None = None
         self._draws = False
         self.register_state_dict_post_hook(_as_wholes)
@@ -156,18 +159,21 @@ class ParallelModule(nn.Module):
     def compare_alone(self) -> None:
         """Makes this layer, and none of those in it, compare its calls.  Called at the end of a constructor."""
         ranks = self.widest
-        if ranks.size == 1 or any(p.is_meta for p in self.parameters()):
+        if ranks.call_size == 1 or any(p.is_meta for p in self.parameters()):
             return
         for child in self.modules():
             if isinstance(child, ParallelModule):
-                child._agreement = child._replicas = None
+                child._agreement = child._replicas = child._pieces = None
                 if child._compares is not None:
                     child._compares.remove()
                     child._compares = None
-        floats = not (self.tp.sequence_parallel or self.shards_input)
-        self._agreement = Agreement(Header(type(self).__name__), each_call=False, floats=floats)
+        name, floats = type(self).__name__, not (self.tp.sequence_parallel or self.shards_input)
+        self._agreement = Agreement(Header(name), each_call=False, floats=floats)
+        if self.tp.cp is not None:
+            header = Header(name, axis=self.tp.call_axis)
+            self._pieces = Agreement(header, each_call=False, floats=False, different=_ROWS)
         if ranks.replicas > 1:
-            self._replicas = Agreement(Header(type(self).__name__, axis=ranks.axis), each_call=True)
+            self._replicas = Agreement(Header(name, axis=ranks.axis), each_call=True)
         self._compares = self.register_forward_pre_hook(_compare_call, with_kwargs=True)
         if self.tp.size > 1:
             watch(self)
@@ -181,7 +187,13 @@ def _compare_call(module: ParallelModule, args: tuple[Any, ...], kwargs: dict[st
         state = lambda: module_state(module)
         dtype = next((p.dtype for p in module.parameters()), None)
         modes = {"training": module.training, "dtype": dtype}
-        agreement, replicas = module._agreement, module._replicas
+        agreement, replicas, cp = module._agreement, module._replicas, module.tp.cp
+        if module._pieces is not None and cp is not None:  # their other ranks would wait for those of ``tp``
+            compared = module._pieces(module.tp.call_group, call, modes, state)
+            _, error = attempt(lambda: agreement(module.tp.group, call, modes, state))
+            if compared:
+                raise_everywhere(error, [resolve(str(cp.group_name))], call=type(module).__name__)
+            return
         if replicas is None or not comparable(call.values()):
             agreement(module.tp.group, call, modes, state)
             return
@@ -330,9 +342,30 @@ def replicated(tp: TensorParallel, *vectors: Tensor | None) -> list[Any]:
 def on_rows(x: Tensor, tp: TensorParallel) -> Tensor:
     """Returns a replicated tensor for use on this rank's rows.
 
-    Under sequence parallelism its gradient is summed over the ranks.
+    Under sequence parallelism its gradient is summed over the ranks, and over context-parallel ones.
     """
+    x = x if tp.cp is None else copy(x, tp.cp)
     return copy(x, tp) if tp.sequence_parallel else x
+
+
+def sum_of_rows(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Returns the sum of x over the ranks that have other rows of the same sequences, the adjoint of
+    :func:`on_rows`."""
+    x = all_reduce(x, tp) if tp.sequence_parallel else x
+    return x if tp.cp is None else all_reduce(x, tp.cp)
+
+
+@overload
+def on_pieces(p: Tensor, tp: TensorParallel) -> Tensor: ...
+@overload
+def on_pieces(p: Tensor | None, tp: TensorParallel) -> Tensor | None: ...
+def on_pieces(p: Tensor | None, tp: TensorParallel) -> Tensor | None:
+    """Returns this rank's slice of a parameter for use on all rows of its piece of the sequences.
+
+    Its gradient is summed over the context-parallel ranks, which have the other pieces.
+    """
+    p, cp = local(p), tp.cp
+    return p if p is None or cp is None else derived(lambda x: copy(x, cp), p)
 
 
 class _PerLeaf(Function):
@@ -371,14 +404,17 @@ def check_rows(name: str, x: Tensor, width: int, *, tp: TensorParallel, batch: i
         cure = "a batch [B, S, D] is x.transpose(0, 1).reshape(-1, D) with batch=B"
         place = "position s of sample b in row s * batch + b"
         raise ValueError(f"{name}: x must be [rows, {width}], {place}, got {tuple(x.shape)}; {cure}")
-    rows = len(x) * tp.row_shards
+    rows = len(x) * tp.row_shards * tp.cp_size
     if not isinstance(batch, int) or batch < 1 or (seq is not None and not isinstance(seq, int)):
         return  # attention names it
-    if rows % batch if seq is None else seq * batch > rows:
-        fits = "a multiple of batch, or seq given" if seq is None else f"at least seq * batch = {seq * batch}"
+    if seq is not None:
+        least = tp.piece(seq) * tp.cp_size * batch
+    if rows % (batch * tp.cp_size) if seq is None else least > rows:
+        fits = "a multiple of batch, or seq given" if seq is None else f"at least seq * batch = {least}"
+        over = " over the ranks" * (tp.row_shards * tp.cp_size > 1)
         raise ValueError(
-            f"{name}: x has {rows} rows{' over the ranks' * (tp.row_shards > 1)}, which must be {fits}, with"
-            f" batch={batch}: position s of sample b is row s * batch + b"
+            f"{name}: x has {rows} rows{over}, which must be {fits}, with batch={batch}: position s of sample b is row"
+            " s * batch + b"
         )
 
 

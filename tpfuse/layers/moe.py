@@ -24,7 +24,7 @@ from .balance import router_sums
 from .call import CALL, Call
 from .expert_ranks import ExpertGroup, expert_ranks
 from .linear import Adaptable
-from .module import check_width, local
+from .module import check_width, local, on_pieces
 from .shapes import INIT, Init, MoEShape, check_shared
 
 _RULES = dict.fromkeys(("hidden_size", "ffn_size", "num_experts"), integer()) | dict(
@@ -207,11 +207,12 @@ class ParallelMoE(Adaptable):
         """Returns the results of this rank's n; ``rows``: the number of all ranks' rows, the last of which may be
         padding."""
         m, tp = n.shape[-2], self.tp
-        valid = rows if call.seq is None else min(rows, call.seq * call.batch)
+        valid = call.valid_rows(rows, tp)
         adapter: Any = self.adapter
-        router = copy(self._router().to(acc_dtype(n)), tp)  # gradients of all ranks' rows are summed
+        fc1, fc2 = (on_pieces(self.shard(name), tp) for name in ("fc1", "fc2"))
+        router = copy(on_pieces(self._router().to(acc_dtype(n)), tp), tp)  # gradients of all ranks' rows are summed
         routed = routed_experts(
-            n, local(self.shard("fc1")), local(self.shard("fc2")), router, router_bias=self.choice_bias,
+            n, fc1, fc2, router, router_bias=self.choice_bias,
             routing=self.routing, activation=self.activation, tp=tp, experts=self.experts, shared=self._shared(),
             valid=max(0, min(m, valid - tp.rank * m)), recompute=recompute, keep=call.keep,
             adapters=NO_ADAPTERS if adapter is None else adapter.pairs(),
@@ -227,7 +228,7 @@ class ParallelMoE(Adaptable):
     def _shared(self) -> SharedWeights | None:
         if self.shape.shared_size is None:
             return None
-        fc1, fc2 = (local(self.shard(name)) for name in ("shared_fc1", "shared_fc2"))
+        fc1, fc2 = (on_pieces(self.shard(name), self.tp) for name in ("shared_fc1", "shared_fc2"))
         return SharedWeights(fc1, fc2, gated=self.shape.shared_gate)
 
     @property

@@ -13,7 +13,7 @@ from ..kernels.runtime.leaves import cut, tree
 from ..kernels.runtime.op import acc_dtype
 from ..parallel import TensorParallel
 from .hooks import served
-from .module import ParallelModule, leaf_slices, local, per_leaf, replicated
+from .module import ParallelModule, leaf_slices, on_pieces, per_leaf, replicated
 from .shapes import NormShape
 
 
@@ -88,7 +88,7 @@ class HeadNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., E] -> [..., E]; with ``tp.bitwise`` x is [M, heads, .., E]"""
-        weight, leaves = copy(local(self.weight), self.tp), self.tp.leaves
+        weight, leaves = copy(on_pieces(self.weight, self.tp), self.tp), self.tp.leaves
         if leaves == 0:
             return rms_norm(x, weight, self.eps, kind=self.kind)
         pieces = zip(cut("HeadNorm", x, 1, leaves), per_leaf(weight, leaves), strict=True)
@@ -133,7 +133,7 @@ def normed(q_norm: RMSNorm, k_norm: RMSNorm, q: Tensor, k: Tensor) -> list[Tenso
 
 
 def _normed_together(norms: list[SplitNorm], xs: list[Tensor]) -> list[Tensor]:
-    tp, weights = norms[0].tp, [leaf_slices(local(n.weight), n.tp, n.copies) for n in norms]
+    tp, weights = norms[0].tp, [leaf_slices(on_pieces(n.weight, n.tp), n.tp, n.copies) for n in norms]
     rows = [x.reshape(len(x), -1) for x in xs]
     if tp.size == 1 and tp.bitwise is None:
         normed_rows = [rms_norm(x, w, n.eps, kind=n.kind) for x, (w,), n in zip(rows, weights, norms, strict=True)]

@@ -98,7 +98,7 @@ def _signs(device: torch.device) -> Tensor:
 def _compare(parameters: dict[str, Tensor], value: Callable[[Tensor], Tensor | None]) -> tuple[list[str], bool]:
     """Returns the names of what differs, the same on every rank, and whether everything has been seen."""
     tp, compared = _compared(parameters)
-    links = None if tp is None else channel(tp.group)
+    links = None if tp is None else channel(tp.call_group)
     if links is None:
         return [], True
     with _disable_current_modes(), torch.no_grad():
@@ -123,7 +123,7 @@ def _compared(parameters: dict[str, Tensor]) -> tuple[TensorParallel | None, dic
     """Returns the ranks that these parameters are split over, and those parameters that should be the same on all."""
     whole_of, ours = wholes(), {p for module in living() if _is_ours(module) for p in module._parameters.values()}
     ranks = (whole_of[p].tp for p in parameters.values() if p in whole_of)
-    tp = next((tp for tp in ranks if tp.size > 1 and tp.replicas == 1), None)
+    tp = next((tp for tp in ranks if tp.call_size > 1 and tp.replicas == 1), None)
     if tp is None:
         return None, {}
     compared = lambda p: p.requires_grad and p not in ours and not (p in whole_of and whole_of[p].spec.dim is not None)

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parameter import UninitializedParameter
 
-from ..collectives import all_reduce
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.function import Function, once_differentiable
 from ..parallel import TensorParallel
-from .module import ParallelModule
+from .module import ParallelModule, sum_of_rows
 from .shards import REPLICATED, wholes
 
 M = TypeVar("M", bound=nn.Module)
@@ -31,10 +30,11 @@ _ABSENT = object()
 def replicated(module: M, tp: TensorParallel) -> M:
     """Makes the gradients of a plain torch module complete where it acts on this rank's rows, in place; returns it.
 
-    Under sequence parallelism ``module(x)`` sees 1/R of the rows, so that the gradients of its parameters would be
-    partial sums.  After this call backward sums them over the ranks, the module's all in one message for each dtype.
-    The module, its parts, parameters and state_dict stay what they are; parallel layers in it are left alone.  It
-    changes no result without sequence parallelism or at size 1, and a second call is harmless.
+    Under sequence parallelism ``module(x)`` sees 1/R of the rows, under context parallelism a piece of them, so that
+    the gradients of its parameters would be partial sums.  After this call backward sums them over the ranks, the
+    module's all in one message for each dtype.  The module, its parts, parameters and state_dict stay what they are;
+    parallel layers in it are left alone.  It changes no result where every rank has all rows, and a second call is
+    harmless.
 
     Every rank runs the module equally often.  A parameter that is used other than through the module's call (its
     weight in a product of your own) goes through :func:`tpfuse.layers.copy`.  ValueError for a parallel layer, for a
@@ -96,7 +96,7 @@ class _Copies(Function):
             indices = [i for i, (_, parameter_dtype) in enumerate(ctx.shapes) if parameter_dtype == dtype]
             flat = [_flat(gradients[i], ctx.shapes[i], template) for i in indices]
             has = template.new_tensor([gradients[i] is not None for i in indices], dtype=dtype)
-            *pieces, counts = all_reduce(torch.cat([*flat, has]), ctx.tp).split([*map(len, flat), len(indices)])
+            *pieces, counts = sum_of_rows(torch.cat([*flat, has]), ctx.tp).split([*map(len, flat), len(indices)])
             for place, i in enumerate(indices):
                 if gradients[i] is not None or counts[place] > 0:  # only what is None here waits for a GPU
                     sums[i] = pieces[place].view(ctx.shapes[i][0])
@@ -119,7 +119,8 @@ class _Put:
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         held: list[tuple[nn.Module, str, Any]] = []
         getattr(module, _HELD).append(held)
-        sums = self.tp.sequence_parallel and self.tp.size > 1 and torch.is_grad_enabled()
+        several = self.tp.cp is not None or self.tp.row_shards > 1
+        sums = several and torch.is_grad_enabled()
         # A module that runs inside another one, or inside itself, has its copies already.
         named = [(part, leaf, p) for part, leaf, p in _parameters(module) if leaf not in part.__dict__]
         plain = {id(p): _plain(leaf, p) for _, leaf, p in named if isinstance(p, DTensor) or (sums and p.requires_grad)}

@@ -199,7 +199,7 @@ class Bert(Model):
             self._transform(h),
             labels,
             weight=self._tied(),
-            options=inputs.loss_options,
+            options=self._loss_options(inputs, inputs.labels),
             keep=labels is None or bool(inputs.return_logits),
             small=self.saving == "smallest" and not served(self.head),
         )
@@ -266,7 +266,7 @@ class Bert(Model):
             )
             with torch.inference_mode(False):  # the calls to come may need what backward can save
                 self._tables = key, [table(rope) for rope in c.ropes]
-        positions = None if position_ids is None else rows.all(position_ids, 0)[: rows.batch * rows.seq]
+        positions = None if position_ids is None else rows.flat(position_ids)
         ropes = [Rope(*tables, positions) for tables in self._tables[1]]
         return ropes[0] if len(ropes) == 1 else Ropes(*ropes)
 

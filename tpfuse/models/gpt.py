@@ -238,7 +238,7 @@ class GPT(Model):
             normed,
             labels,
             weight=self._tied(),
-            options=inputs.loss_options,
+            options=self._loss_options(inputs, targets),
             keep=labels is None or bool(inputs.return_logits),
             small=self.saving == "smallest" and not served(self.head),
         )
@@ -318,7 +318,7 @@ class GPT(Model):
             with torch.inference_mode(False):  # the calls to come may need what backward can save
                 tables = [self._rotation(rope, length, stretches, device) for rope in c.ropes]
             self._tables[kind] = cached = key, tables
-        positions = None if position_ids is None else rows.all(position_ids, 0)[: rows.batch * rows.seq]
+        positions = None if position_ids is None else rows.flat(position_ids)
         if positions is not None and position_ids is not None and switch is not None:
             # on the device, so that the host need not wait for the longest position
             positions = positions + len(cached[1][0][0]) // 2 * (position_ids.max() >= switch)

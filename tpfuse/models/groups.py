@@ -25,8 +25,14 @@ class Groups:
         self.pp_name: str | None = None
 
     def all(self) -> list[dist.ProcessGroup]:
-        """Returns every group, in the order tp, dp, pp."""
-        return [resolve(name) for name in (self.tp.group_name, self.dp_name, self.pp_name) if name is not None]
+        """Returns every group, in the order tp (with cp), dp, pp."""
+        names = self.tp.call_group_name, self.dp_name, self.pp_name
+        return [resolve(name) for name in names if name is not None]
+
+    @property
+    def cp(self) -> dist.ProcessGroup | None:
+        """The context-parallel ranks; None for none."""
+        return None if self.tp.cp is None else self.tp.cp.group
 
     @property
     def dp(self) -> dist.ProcessGroup | None:
@@ -51,5 +57,5 @@ class Groups:
 
     @property
     def writes(self) -> bool:
-        """True where this rank writes the files of its stages: the first of its tensor-parallel ranks and replicas."""
-        return self.tp.rank == 0 and not self.dp_rank
+        """True where this rank writes the files of its stages: the first of those with its calls, and of replicas."""
+        return self.tp.rank == self.tp.cp_rank == 0 and not self.dp_rank

@@ -13,12 +13,12 @@ from ..kernels.norm import layer_norm
 from ..kernels.runtime.leaves import cut
 from ..kernels.runtime.main_grad import derived
 from ..layers.loss import VocabParallelHead, check_columns
-from ..layers.module import ParallelModule, local, on_rows, per_leaf
+from ..layers.module import ParallelModule, local, on_pieces, on_rows, per_leaf
 from ..layers.norm import LayerNorm
 from ..layers.wiring import Normed
 from ..parallel import TensorParallel
 from ..sequence_parallel import gather_linear_cross_entropy
-from ..sequence_parallel.loss import gather_stats, leaf_of
+from ..sequence_parallel.loss import gather_stats, leaf_of, loss_of_pieces
 
 
 class ReplicatedTable(ParallelModule):
@@ -124,10 +124,11 @@ class LMHead(VocabParallelHead):
         if labels is None or keep or not small or self.softcap is not None:
             logits = self.logits(normed, weight)
             return None if labels is None else self._loss(logits, labels, options), logits if keep else None
-        options |= dict(tp=self.tp, recompute=normed.recompute)
-        return gather_linear_cross_entropy(
-            normed.n, self._weight(weight), labels, local(self.shard("bias")), **options
-        ), None
+        weight, bias = on_pieces(self._weight(weight), self.tp), on_pieces(self.shard("bias"), self.tp)
+        run = lambda labels, **options: gather_linear_cross_entropy(
+            normed.n, weight, labels, bias, tp=self.tp, recompute=normed.recompute, **options
+        )
+        return loss_of_pieces(run, labels, self.tp, **options), None
 
     def log_probs(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """logits [M, V/R], tokens [M] -> the log-probability of each, as a loss with reduction="none" has it."""
@@ -136,4 +137,5 @@ class LMHead(VocabParallelHead):
     def _loss(self, logits: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
         check_columns("LMHead: logits", logits.shape[-1], self.vocab_size, self.tp)  # a hook may have changed them
         leaf = leaf_of(self.vocab_size, self.tp)
-        return cross_entropy(logits, labels, **options, gather=lambda stats: gather_stats(stats, self.tp), leaf=leaf)
+        run = functools.partial(cross_entropy, logits, gather=lambda stats: gather_stats(stats, self.tp), leaf=leaf)
+        return loss_of_pieces(run, labels, self.tp, **options)

@@ -107,12 +107,14 @@ class Model(nn.Module):
         self.groups = Groups(self.tp, dp, staged=stage is not None)
         self.step = torch.zeros((), dtype=torch.int64, device="cpu")
         name = type(self).__name__
-        self._agreement = Agreement(Header(name, causes=(("input_ids", _CAUSE),)), each_call=True)
+        self._agreement = Agreement(
+            Header(name, axis=self.tp.call_axis, causes=(("input_ids", _CAUSE),)), each_call=True
+        )
         self._host = HostState()
         shared: dict[str, Any] = dict(config=config, seed=seed, saving=saving, recompute=recompute, stage=stage)
         shared |= dict(dtype=torch.get_default_dtype()) | options | {"experts given": experts is not None}
         shared |= {} if self.tp.bitwise is None else order_of_sums()
-        fields = "size", "sequence_parallel", "overlap", "bitwise", "batch_invariant"
+        fields = "size", "cp_size", "sequence_parallel", "overlap", "bitwise", "batch_invariant"
         split: dict[str, Any] = {f"tp.{key}": getattr(self.tp, key) for key in fields}
         self._shared: dict[str, Any] = {}
         self._share(shared | split | dict(versions=versions()))
@@ -121,7 +123,7 @@ class Model(nn.Module):
         if experts is not None:
             self.groups.experts = expert_ranks(name, experts, self.tp)
             self._check_experts(stage)
-        self._number = next_number(self.tp.group)
+        self._number = next_number(self.tp.call_group)
         self.saving, self._full = saving_of(name, saving, recompute), False
         self.stages = ModelStages(name, config, stage, head=bool(options.get("lm_head") or options.get("masked_lm")))
 
@@ -142,7 +144,8 @@ class Model(nn.Module):
         """Compares what the model is made of over its ranks and replicas, and keeps it for those of other stages, which
         are known once there is a schedule."""
         name = type(self).__name__
-        agree_over([(self.tp.group, Header(name)), (self.groups.dp, Header(name, axis="data-parallel"))], values)
+        calls = self.tp.call_group, Header(name, axis=self.tp.call_axis)
+        agree_over([calls, (self.groups.dp, Header(name, axis="data-parallel"))], values)
         self._shared |= values
 
     def _make_embedding(self, scale: float | None = None) -> None:
@@ -225,7 +228,7 @@ class Model(nn.Module):
     def _end(self, output: Output, step: int | Tensor | None) -> Output:
         """Ends a call: counts it, and makes its backward pass look whether another thread is in a call, and under
         ``checking()`` compare whose it is."""
-        if self.tp.size > 1 and not torch.compiler.is_compiling():
+        if self.tp.call_size > 1 and not torch.compiler.is_compiling():
             tensors = (x for x in (output.loss, output.logits, output.last_hidden_state) if x is not None)
             reference = next((x for x in tensors if x.requires_grad), None)
             if reference is not None:
@@ -236,7 +239,7 @@ class Model(nn.Module):
         return output
 
     def _begin_backward(self, *, compared: bool) -> None:
-        links = channel(self.tp.group)
+        links = channel(self.tp.call_group)
         if links is not None:
             links.threads.enter()
         if compared:
@@ -271,15 +274,15 @@ class Model(nn.Module):
             _, error = attempt(compare)
             raise_everywhere(error, [resolve(str(experts.group_name))], call=type(self).__name__)  # which would wait
             self._replicas(experts.group, {}, self._modes(call), self._state, self._mark)
-        elif self.tp.size > 1 and is_checking() and not torch.compiler.is_compiling():
+        elif self.tp.call_size > 1 and is_checking() and not torch.compiler.is_compiling():
             together(compare, self.groups.all()[1:])  # replicas would wait for one that is refused
         else:
             compare()
         self._at_call()
 
     def _agree(self, call: str, arguments: dict[str, Any]) -> None:
-        if self.tp.size > 1:
-            self._agreement(self.tp.group, arguments, self._modes(call), self._state, self._mark)
+        if self.tp.call_size > 1:
+            self._agreement(self.tp.call_group, arguments, self._modes(call), self._state, self._mark)
 
     def _modes(self, call: str) -> dict[str, Hashable]:
         modes = {"call": call, "training": self.training, "recompute": self.recompute}
@@ -316,6 +319,14 @@ class Model(nn.Module):
         if self.classifier is not None:
             self.classifier.check_call(inputs)
 
+    def _loss_options(self, inputs: Inputs, targets: Tensor | None) -> dict[str, Any]:
+        """Returns the options of the loss; over pieces of sequences a mean's normalizer is the count of whole ones."""
+        options = inputs.loss_options
+        if self.tp.cp is not None and targets is not None and inputs.reduction == "mean":
+            if options["normalizer"] is None:
+                options["normalizer"] = (targets != IGNORE).sum().clamp(min=1)
+        return options
+
     def _drops(self) -> bool:
         """Returns whether a call drops anything."""
         c = self.config
@@ -342,10 +353,10 @@ class Model(nn.Module):
         if not self._drops():
             return step, first_sample
         if first_sample is None:
-            alone = not dist.is_initialized() or dist.get_world_size() == self.tp.size
+            alone = not dist.is_initialized() or dist.get_world_size() == self.tp.call_size
             check(
                 alone or self.groups.dp_rank is not None or self.groups.pp_name is not None,
-                f"{type(self).__name__}: dropout is on and the world is larger than the tensor-parallel group, so"
+                f"{type(self).__name__}: dropout is on and the world is larger than the {self.tp.call_axis} group, so"
                 " replicas would share masks; give the model dp=, or the call first_sample=",
             )
             first_sample = (self.groups.dp_rank or 0) * batch
@@ -397,7 +408,7 @@ class Model(nn.Module):
             options_read = ({} if begins else cls._options_from(files)) | options
             return files, config, options_read, files.dtype(wanted), files.summary()
 
-        files, config, options, dtype, summary = together(examine, () if tp is None else (tp.group,))
+        files, config, options, dtype, summary = together(examine, () if tp is None else (tp.call_group,))
         if cls._has_head(options):
             config = as_stored(files, config, dtype, TensorParallel() if tp is None else tp)
         with torch.device("meta"):

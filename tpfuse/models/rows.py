@@ -8,22 +8,32 @@ from ..parallel import TensorParallel
 
 
 class BatchRows:
-    """[B, S] as sequence-major rows s * B + b, padded to a multiple of ``tp.row_multiple``, and this rank's share."""
+    """[B, S] as sequence-major rows s * B + b: a context-parallel rank's piece of them, padded to a multiple of
+    ``tp.row_multiple``, and this rank's share of the piece.
+
+    ``count``: the rows of the piece, of which ``per_shard`` are here; ``first``: the index in whole sequences of the
+    first of them.
+    """
 
     def __init__(self, shape: torch.Size, tp: TensorParallel):
         (self.batch, self.seq), self.tp = shape, tp
-        self.count = -(-self.batch * self.seq // tp.row_multiple) * tp.row_multiple
+        self._piece = tp.piece(self.seq) * self.batch
+        self.count = -(-self._piece // tp.row_multiple) * tp.row_multiple
         self.per_shard = self.count // tp.row_shards
-        self.first = tp.row_rank * self.per_shard
+        self._start = tp.row_rank * self.per_shard
+        self.first = tp.cp_rank * self._piece + self._start
 
     def all(self, x: Tensor, fill: int) -> Tensor:
-        """[B, S] -> [M], ``fill`` in the padding"""
-        rows = x.t().reshape(-1)
+        """[B, S] -> [M] of this rank's piece, ``fill`` in the padding"""
+        rows = x.t()[self.tp.positions(self.seq)].reshape(-1)
         return nn.functional.pad(rows, (0, self.count - len(rows)), value=fill)
 
     def share(self, x: Tensor) -> Tensor:
         """[B, S, D], the same on every rank -> this rank's [m, D]; the gradient is whole on every rank."""
-        rows = nn.functional.pad(x.transpose(0, 1).flatten(0, 1), (0, 0, 0, self.count - self.batch * self.seq))
+        rows, cp = x.transpose(0, 1).flatten(0, 1), self.tp.cp
+        if cp is not None:
+            rows = split(nn.functional.pad(rows, (0, 0, 0, cp.size * self._piece - len(rows))), cp)
+        rows = nn.functional.pad(rows, (0, 0, 0, self.count - len(rows)))
         return split(rows, self.tp) if self.tp.sequence_parallel else rows
 
     def collected(self, rows: Tensor) -> Tensor:
@@ -41,11 +51,17 @@ class BatchRows:
 
     def local(self, x: Tensor, fill: int) -> Tensor:
         """[B, S] -> this rank's [m]"""
-        return self.all(x, fill)[self.first : self.first + self.per_shard]
+        return self.all(x, fill)[self._start : self._start + self.per_shard]
 
     def back(self, rows: Tensor) -> Tensor:
-        """[M, ...] -> [B, S, ...]"""
+        """[M, ...] of this rank's piece -> [B, S, ...], the same on every context-parallel rank."""
+        if self.tp.cp is not None:
+            rows = collect(rows[: self._piece], self.tp.cp, size=self.tp.cp.size * self._piece)
         return rows[: self.batch * self.seq].unflatten(0, (self.seq, self.batch)).transpose(0, 1)
+
+    def flat(self, x: Tensor) -> Tensor:
+        """[B, S] -> [S B] of whole sequences, without padding."""
+        return x.t().reshape(-1)
 
 
 def positions_of(keep: int | Tensor, shape: torch.Size, device: torch.device) -> Tensor:

@@ -273,8 +273,8 @@ class Pipeline:
         for chunk, kind in {(chunk, kind) for chunk, kind, _ in passes}:
             median = statistics.median(seconds for *key, seconds in passes if key == [chunk, kind])
             sums[:, chunk.stage, KINDS.index(kind)] += sums.new_tensor([median, 1.0])
-        for group in (self.group, self._dp, self.model.tp.group if self.model.tp.size > 1 else None):
-            if group is not None:
+        for group in (self.group, self._dp, self.model.tp.group, self.model.groups.cp):
+            if group is not None and group.size() > 1:
                 dist.all_reduce(sums, group=group)
         times = (sums[0] / sums[1].clamp(min=1)).tolist()  # F, B, I, W; a B makes as much as an I and a W
         return [t[0] for t in times], [t[2] or t[1] / 2 for t in times], [t[3] or t[1] / 2 for t in times]
@@ -375,7 +375,7 @@ def _agree(model: Any, group: dist.ProcessGroup, arguments: Mapping[str, Any]) -
     """Compares over every axis what a schedule is made of, and the model, which stages could not before."""
     stage: Stage = model.stages.place
     shared = model._shared | dict(stage=f"one of {stage.ranks} of {stage.schedule}")
-    groups = {"tensor-parallel": model.tp.group, "data-parallel": model.groups.dp, "pipeline": group}
+    groups = {model.tp.call_axis: model.tp.call_group, "data-parallel": model.groups.dp, "pipeline": group}
     agree_over([(ranks, Header("pipeline", axis=axis)) for axis, ranks in groups.items()], shared | arguments)
 
 

@@ -151,7 +151,7 @@ def described(value: Any, *, floats: bool = True) -> Described:
     if value.is_meta:
         return Described(text)
     x = value.detach()
-    if x.dim() == 0:
+    if x.dim() == 0 and (floats or not x.is_floating_point()):
         return Described(f"{text} {x.item()}")
     if not x.is_floating_point():
         return Described(f"{text} #{_crc(x):08x}")
@@ -181,11 +181,12 @@ class Agreement:
     """Compares the calls of one model or layer over a group, before their first message.
 
     ``each_call``: digests are exchanged at each call; else only the first of each kind is compared.  ``floats``: the
-    elements of float tensors are the same on every rank too.
+    elements of float tensors are the same on every rank too.  ``different``: names of arguments whose tensors have
+    other elements on every rank.
     """
 
-    def __init__(self, header: Header, *, each_call: bool, floats: bool = True):
-        self.header, self.each_call, self.floats = header, each_call, floats
+    def __init__(self, header: Header, *, each_call: bool, floats: bool = True, different: Sequence[str] = ()):
+        self.header, self.each_call, self.floats, self.different = header, each_call, floats, different
         self._digests: dict[Hashable, int] = {}
 
     def __call__(
@@ -195,23 +196,27 @@ class Agreement:
         modes: Mapping[str, Hashable],
         state: Callable[[], Mapping[str, Any]] = dict,
         mark: Callable[[], Hashable] = tuple,
-    ) -> None:
+    ) -> bool:
         """Compares ``arguments`` (anything), ``modes`` (part of the kind) and, at a kind's first call, ``state()``.
 
-        ``mark()``, which has a repr of its value, changes when that state does, and is part of each call's digest.
-        Nothing is compared inside a compiled graph, in a CUDA graph's capture, or on tensors without values.
+        Returns whether everything was compared.  ``mark()``, which has a repr of its value, changes when that state
+        does, and is part of each call's digest.  Nothing is compared inside a compiled graph, in a CUDA graph's
+        capture, or on tensors without values.
         """
         if torch.compiler.is_compiling() or not comparable(arguments.values()):
-            return
+            return False
         with _disable_current_modes():
             links = channel(group)
             if links is None:
-                return
+                return False
             links.threads.enter()
-            if self._is_new(links, arguments, modes := {**modes, **torch_modes()}, mark):
-                call = {**arguments, **modes, **state()}
-                _compare(links, self.header, {k: described(v, floats=self.floats) for k, v in call.items()})
-                self._digests[_kinds(arguments, modes)] = digest(_kinds(arguments, modes))
+            if not self._is_new(links, arguments, modes := {**modes, **torch_modes()}, mark):
+                return False
+            call = {**arguments, **modes, **state()}
+            call |= {key: _kind(call[key]) for key in self.different if key in call}
+            _compare(links, self.header, {k: described(v, floats=self.floats) for k, v in call.items()})
+            self._digests[_kinds(arguments, modes)] = digest(_kinds(arguments, modes))
+            return True
 
     def _is_new(
         self,

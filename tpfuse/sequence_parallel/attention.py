@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ..kernels.attn.op import attend
 from ..kernels.attn.options import TENSORS, Options, check_options
 from ..kernels.gemm.op import check_linear
 from ..kernels.norm import Recompute
@@ -20,6 +19,7 @@ from ..kernels.runtime.op import autocast, dtype_of
 from ..parallel import TensorParallel
 from .choice import choose
 from .column_linear import run_gather_linear
+from .context import attend_pieces
 from .crossings import expanded
 from .forms import overlapped
 from .records import AttentionSaved, LinearWeights, Projections, SavedInput, WantedGrads, handed_over, restore, save
@@ -89,11 +89,11 @@ def gather_attention_exchange(
     check(out_weight.shape == shape, f"{name}: out_weight must be {shape}, got {tuple(out_weight.shape)}")
     x, qkv_weight, qkv_bias, out_weight = autocast(x, qkv_weight, qkv_bias, out_weight)
     x = expanded(name, x, tp)
-    if tp.sequence_parallel and tp.bitwise is None:
+    if tp.sequence_parallel and tp.bitwise is None and tp.cp is None:
         form = choose(name, x, qkv_weight, tp=tp, columns=len(qkv_weight) + out_weight.shape[1])
     else:
         form = choose("gather_linear", x, qkv_weight, tp=tp)
-    if form is overlapped:
+    if form is overlapped and tp.cp is None:
         qkv_shape = x.shape[0] * x.shape[1], len(qkv_weight) // K, *heads
         check_options(qkv_shape, options)
         deferral = later(x, qkv_weight, qkv_bias, out_weight)
@@ -102,5 +102,5 @@ def gather_attention_exchange(
             weights = qkv_weight.detach(), detached(qkv_bias), out_weight.detach()
         return _GatherAttentionExchange.apply(x, *weights, (heads, deferral), options, tp, recompute)
     qkv = run_gather_linear(x, LinearWeights(qkv_weight, qkv_bias, "none"), tp=tp, recompute=recompute, form=form)
-    o = attend(qkv.view(len(qkv), -1, *heads), options)
+    o = attend_pieces(qkv.view(len(qkv), -1, *heads), options, tp)
     return run_linear_exchange(o, out_weight, tp, form)

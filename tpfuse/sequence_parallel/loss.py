@@ -7,12 +7,13 @@ Beside the rows, four numbers a row and rank travel.  Saved are n's shard (or ho
 logits nor gathered rows.  It costs one GEMM more than saved logits would (four for three).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..collectives import all_gather
+from ..collectives import all_gather, all_reduce, reduce
 from ..kernels.gemm.op import check_linear
 from ..kernels.losses.linear import (
     gradients,
@@ -39,6 +40,20 @@ def gather_stats(stats: Tensor, tp: TensorParallel) -> Tensor:
         return stats[None] if tp.size == 1 else all_gather(stats, tp.size, tp.group_name)
     leaves = stats if tp.size == 1 else all_gather(stats, tp.size, tp.group_name).flatten(0, 1)
     return leaves if tp.batch_invariant is None else merge_stats(leaves, lambda rows: tree(rows.unbind(0)))[None]
+
+
+def loss_of_pieces(run: Callable[..., Tensor], labels: Tensor, tp: TensorParallel, **options: Any) -> Tensor:
+    """Returns ``run(labels, **options)``, the loss of this rank's piece of each sequence, as that of whole sequences.
+
+    The sum is taken over the context-parallel ranks; without a normalizer its mean is over all their labels.
+    """
+    if tp.cp is None:
+        return run(labels, **options)
+    if options.get("reduction", "mean") == "mean" and options.get("normalizer") is None:
+        count = (labels != options.get("ignore_index", IGNORE)).sum()
+        options["normalizer"] = all_reduce(count.double(), tp.cp).clamp(min=1)
+    loss = run(labels, **options)
+    return reduce(loss, tp.cp) if loss.dim() == 0 else loss
 
 
 # ---- autograd ----
@@ -137,7 +152,7 @@ def gather_linear_cross_entropy(
         check_device(name, x)
     rows = x[..., :1].flatten(0, 1)  # of all ranks
     loss = Loss(vocab_size, first_token, ignore_index, label_smoothing=label_smoothing, z_loss=z_loss)
-    reduce = Reduction(reduction, normalizer)
-    _, labels = checked_rows(name, rows, labels, loss=loss, reduction=reduce)
+    mean = Reduction(reduction, normalizer)
+    _, labels = checked_rows(name, rows, labels, loss=loss, reduction=mean)
     losses = _GatherLinearCrossEntropy.apply(x, weight, bias, labels, loss, tp, recompute)
-    return reduce(losses, labels, ignore_index)
+    return mean(losses, labels, ignore_index)

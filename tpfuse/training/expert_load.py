@@ -48,6 +48,7 @@ def balance_experts(
     layers = {name: m for name, m in model.named_modules() if isinstance(m, ParallelMoE) and m.routing.biased}
     known, replicas = _known_replicas(model), _group(dp)
     groups = {"tensor-parallel": next((m.tp.group for m in layers.values()), None)}
+    groups["context-parallel"] = next((m.tp.cp.group for m in layers.values() if m.tp.cp is not None), None)
     groups["data-parallel"] = replicas if known is None else known
 
     def examine() -> None:

@@ -86,12 +86,12 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bo
 
 
 def _compare(model: nn.Module, stages: dist.ProcessGroup | None, arguments: Mapping[str, float | bool]) -> None:
-    """Compares a call over the tensor-parallel ranks, which sum over the same gradients or wait for each other, and its
-    arguments over pipeline stages, which have gradients of their own."""
+    """Compares a call over the ranks that make the same ones, which sum over the same gradients or wait for each other,
+    and its arguments over pipeline stages, which have gradients of their own."""
     name = "clip_grad_norm_"
-    widest = max((tp for *_, tp in named_specs(model)), key=lambda tp: tp.size, default=TensorParallel())
+    widest = max((tp for *_, tp in named_specs(model)), key=lambda tp: tp.call_size, default=TensorParallel())
     absent = names([name for name, p in model.named_parameters() if gradient(p) is None])
-    calls = [(widest.group, widest.axis, {**arguments, "parameters without a gradient": absent})]
+    calls = [(widest.call_group, widest.call_axis, {**arguments, "parameters without a gradient": absent})]
     calls += [(stages, "pipeline", {**arguments})]
     axes = [(ranks, axis, call) for ranks, axis, call in calls if ranks is not None and ranks.size() > 1]
     compare = lambda ranks, axis, call: agreement_of(ranks, name, each_call=True, axis=axis)(ranks, call, {})

@@ -57,18 +57,22 @@ def written(ranks, tmp_path_factory):
 
 
 F64 = torch.float64
-TP2, FSDP = (2, 1, "ddp"), (4, 2, "fsdp")
+TP2, FSDP, PIECES = (2, 1, "ddp"), (4, 2, "fsdp"), (4, 1, "pieces")
 RESUMES = [
     (TP2, TP2),
     (TP2, (1, 1, "ddp")),
     (TP2, FSDP),
     (FSDP, FSDP),
     (FSDP, (1, 1, "ddp")),
+    (TP2, PIECES),
+    (PIECES, (2, 1, "pieces")),
+    (PIECES, (1, 1, "ddp")),
 ]
 MORE = [
     (TP2, (4, 1, "ddp")),
     ((4, 1, "ddp"), (3, 1, "ddp")),
     ((4, 2, "ddp"), (3, 3, "ddp")),
+    ((4, 2, "pieces"), (2, 2, "ddp")),
     (FSDP, (2, 2, "fsdp")),
     (TP2, (2, 1, "dtensor")),
 ]

@@ -66,9 +66,10 @@ def test_the_odd_one_is_named():
 
 
 class Run:
-    def __init__(self, world, dp, tp):
-        mesh = world.mesh(dp, tp)
-        self.model = GPT(STEP_CONFIG, tp=TensorParallel(mesh["tp"], sequence_parallel=tp > 1), dp=mesh["dp"])
+    def __init__(self, world, dp, cp, tp):
+        mesh = world.pieces(dp, cp, tp)
+        ranks = TensorParallel(mesh["tp"], sequence_parallel=tp > 1, cp=mesh["cp"])
+        self.model = GPT(STEP_CONFIG, tp=ranks, dp=mesh["dp"])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
 
     def step(self, *, skip=False):
@@ -139,9 +140,9 @@ def said(action):
     return ""
 
 
-def checked(world, folder, dp, tp):
+def checked(world, folder, dp, cp, tp):
     """-> by mistake what each way to check says; the weights are whole again before the next one"""
-    run, found = Run(world, dp, tp), {}
+    run, found = Run(world, dp, cp, tp), {}
     run.rank, bad = world.rank, world.size - 1
     run.step()
     check_replicas(run.model, run.optimizer)
@@ -168,22 +169,22 @@ def checked(world, folder, dp, tp):
     return found
 
 
-@pytest.mark.parametrize("dp, tp", [(1, 3), pytest.param(2, 2, marks=pytest.mark.slow)])
-def test_every_mistake_is_named(ranks, tmp_path, dp, tp):
+@pytest.mark.parametrize("dp, cp, tp", [(1, 1, 3), (1, 2, 1), pytest.param(2, 1, 2, marks=pytest.mark.slow)])
+def test_every_mistake_is_named(ranks, tmp_path, dp, cp, tp):
     """On every rank alike, those too that share nothing with the one that is wrong."""
-    found = ranks(dp * tp, checked, tmp_path, dp, tp)
+    found = ranks(dp * cp * tp, checked, tmp_path, dp, cp, tp)
     assert all(each == found[0] for each in found)
-    bad = dp * tp - 1
+    bad, axis = dp * cp * tp - 1, "tensor" if cp == 1 else "context"
     odd = f"rank {bad} differs from ranks 0, 1 in " if tp == 3 else f"rank {bad} differ"
     for mistake, name in MISTAKES.items():
-        if mistake is shard and dp == 1:
+        if mistake is shard and dp * cp == 1:
             assert not any(found[0]["shard"].values())  # nobody else holds it
             continue
         for way, text in found[0][mistake.__name__].items():
             if (way, mistake) in SILENT:
                 assert text == ""
             elif way == "checking" and mistake in (counter, evaluation):
-                assert f"{name} must be the same on every tensor-parallel rank" in text
+                assert f"{name} must be the same on every {axis}-parallel rank" in text
             elif way == "save_checkpoint" and mistake in (learning_rate, counter):
                 assert "must be the same on every rank" in text
             else:

@@ -133,12 +133,12 @@ DDP = (
 
 def _stands_for(w: Tensor) -> tuple[Tensor, GradientSlot | None]:
     """Returns the leaf whose gradient is all of w's, element by element, and its place."""
-    leaf: Tensor = w if w._base is None else w._base
-    place = PLACES.get(leaf)
+    base: Tensor = w if w._base is None else w._base
+    leaf, place = base, PLACES.get(base)
     if place is None:
-        marked: tuple[Tensor | None, GradientSlot | None] = getattr(w, _STANDS_FOR, (None, None))
-        return w if marked[0] is None else marked[0], marked[1]
-    covers = w.numel() == leaf.numel() and w.is_contiguous() and leaf.is_contiguous()
+        marked: tuple[Tensor | None, GradientSlot | None] = getattr(base, _STANDS_FOR, (None, None))
+        leaf, place = base if marked[0] is None else marked[0], marked[1]
+    covers = w is base or (w.numel() == base.numel() and w.is_contiguous() and base.is_contiguous())
     return leaf, place if covers else None
 
 
@@ -187,5 +187,11 @@ def derived(make: Callable[..., Tensor], *parameters: Tensor, dtype: torch.dtype
     with torch.no_grad():
         weight = make(*parameters)
         weight = (weight if dtype is None else weight.to(dtype)).detach().requires_grad_()
-    setattr(weight, _STANDS_FOR, (None, _Derived(make, parameters, weight.shape)))
+    setattr(weight, _STANDS_FOR, (None, place := _Derived(make, parameters, weight.shape)))
+
+    def through_autograd(gradient: Tensor | None) -> None:
+        if gradient is not None:  # else the op has added it
+            place.add(lambda total: total.add_(gradient))
+
+    weight.register_hook(through_autograd)
     return weight

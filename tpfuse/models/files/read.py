@@ -187,8 +187,8 @@ class ModelDirectory(NamedTensors):
 def as_stored(files: ModelDirectory, config: ModelConfig, dtype: torch.dtype, tp: TensorParallel) -> ModelConfig:
     """Returns the config of the tensors in a directory: untied, with a warning, where they are a head and an embedding
     that differ in ``dtype``.  A collective; each rank compares its share of the rows."""
-    apart = config.tie_embeddings and together(lambda: _apart(files, config, dtype, tp), (tp.group,))
-    if not any_rank(tp.group, apart):
+    apart = config.tie_embeddings and together(lambda: _apart(files, config, dtype, tp), (tp.call_group,))
+    if not any_rank(tp.call_group, apart):
         return config
     warnings.warn(
         f"{files.caller}: {files.path / CONFIG} says that head and embedding are one tensor, and"

@@ -127,6 +127,10 @@ def generate(
         "generate: experts over replicas are not built, which may need unequal numbers of steps; make the model without"
         " experts=",
     )
+    check(
+        model.tp.cp is None,
+        "generate: tokens come one by one, with no sequences to divide over cp=; make the model without it",
+    )
     check(inputs_embeds is None, "generate: inputs_embeds is not built; a prompt is input_ids")
     values = settled(options, *(() if generation_config is None else (generation_config,)))
     check_gathered("generate", model.embedding)

@@ -40,6 +40,7 @@ def conditions(model: nn.Module) -> dict[str, Any]:
         else {
             "bitwise": None,
             "tensor-parallel size": tp.size,
+            "context-parallel size": tp.cp_size,
             "sequence_parallel": split and tp.sequence_parallel,
             "overlap": tp.overlap if split else None,
             "one_machine": split and tp.one_machine,
@@ -47,7 +48,7 @@ def conditions(model: nn.Module) -> dict[str, Any]:
     )
     count = micro_batches_of(model)
     sums = {
-        "data-parallel size": world // tp.size // stages,
+        "data-parallel size": world // tp.call_size // stages,
         "pipeline-parallel size": stages,
         "pipeline schedule": None if stage is None else stage.schedule,
     }

@@ -100,10 +100,10 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
     """Compares the bits of all that several ranks hold of a model, and of its optimizer's state if that is given, and
     what decides the model's next call: its seed and step, dropout and the modes of its parts.
 
-    Compared are tensor-parallel ranks (what is not split, and kv heads that several hold), replicas (a model's ``dp``,
-    or those of its DistributedDataParallel or FSDP) and pipeline stages.  Every rank calls it.  ValueError on every one
-    where something differs: it names the parameters and the ranks, and which rank is the odd one where most of three
-    or more agree.
+    Compared are tensor-parallel ranks (what is not split, and kv heads that several hold), context-parallel ones,
+    replicas (a model's ``dp``, or those of its DistributedDataParallel or FSDP) and pipeline stages.  Every rank calls
+    it.  ValueError on every one where something differs: it names the parameters and the ranks, and which rank is the
+    odd one where most of three or more agree.
     """
     with _disable_current_modes():
         axes = _axes(model)
@@ -123,6 +123,7 @@ def _axes(model: nn.Module) -> list[_Axis]:
     if isinstance(inner, Model):
         groups = inner.groups
         names |= {name: kind for name, kind in ((groups.dp_name, "all"), (groups.pp_name, "copied")) if name}
+    names |= {tp.cp.group_name: "all" for *_, tp in named_specs(inner) if tp.cp is not None and tp.cp.group_name}
     if replica is not None:
         names.setdefault(replica.process_group.group_name, "all")
     for p in inner.parameters():

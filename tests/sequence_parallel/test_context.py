@@ -1,0 +1,116 @@
+"""Attention over pieces of sequences: the bits of attention on one rank, at every number of context-parallel ranks."""
+
+import re
+
+import pytest
+import torch
+
+from tests.common import error
+from tests.planted import Mistaken
+from tpfuse import TensorParallel
+from tpfuse.kernels.attn.op import attend
+from tpfuse.kernels.attn.options import Options
+from tpfuse.kernels.runtime.philox import make_rng
+from tpfuse.sequence_parallel.context import HeadSplit, attend_pieces
+
+G, E = 4, 8
+CASES = {
+    "causal": dict(S=24, causal=True),
+    "an odd number of positions, dropout": dict(S=29, causal=True, Q=2, p=0.3),
+    "fewer positions than ranks": dict(S=3, B=1, causal=True),
+    "bidirectional, key mask": dict(S=23, causal=False, key_mask=True),
+    "window, soft cap, rotary positions": dict(S=26, causal=True, window=5, softcap=3.0, rope=True, Q=3),
+    "packed documents, dropout": dict(S=31, B=1, causal=True, cu_seqlens=(0, 9, 10, 30), p=0.3, Q=2),
+}
+COPIES = {
+    "one kv head": dict(S=13, causal=True, G=1, Q=8, p=0.3),
+    "two kv heads, odd": dict(S=13, causal=True, G=2, Q=6, p=0.3),
+    "six kv heads": dict(S=13, causal=True, G=6, Q=2, p=0.3),  # over four ranks, each with a head and a half
+}
+
+
+def problem(case, dtype):
+    """-> qkv and do of whole sequences, and options."""
+    case = dict(B=2, Q=1, G=G) | case
+    g = torch.Generator().manual_seed(0)
+    r = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
+    S, B, Q, groups = (case.pop(key) for key in ("S", "B", "Q", "G"))
+    options = dict(seq=S, batch=B, scale=E**-0.5, first_head=3, site=4)
+    if case.pop("rope", False):
+        angle = torch.outer(torch.arange(S), torch.tensor([1.0, 0.3, 0.1]))
+        options |= dict(cos=angle.cos(), sin=angle.sin())
+    if case.pop("key_mask", False):
+        options |= dict(key_mask=torch.arange(S).expand(B, -1) < torch.tensor([[S], [S - 5]]))
+    if "cu_seqlens" in case:
+        case["cu_seqlens"] = torch.tensor(case["cu_seqlens"], dtype=torch.int32)
+    if "p" in case:
+        options |= dict(rng=make_rng(7, 3))
+    return r(S * B, groups, Q + 2, E), r(S * B, groups * Q * E), Options(**options, **case)
+
+
+def whole(case, dtype):
+    qkv, do, options = problem(case, dtype)
+    qkv.requires_grad_()
+    o = attend(qkv, options)
+    o.backward(do)
+    return o.detach(), qkv.grad
+
+
+def in_pieces(world, case, dtype, padding):
+    """-> this rank's rows of o and of qkv's gradient, and what stands in the padding."""
+    qkv, do, options = problem(case, dtype)
+    tp = TensorParallel(cp=world.group)
+    rows = torch.arange(len(qkv)).view(options.seq, -1)[tp.positions(options.seq)].flatten()
+    filled = lambda x: torch.cat(
+        [x[rows], x.new_full((tp.piece(options.seq) * options.batch - len(rows), *x.shape[1:]), 7)]
+    )
+    mine = torch.cat([filled(qkv), qkv.new_full((padding, *qkv.shape[1:]), 1e4)]).requires_grad_()
+    o = attend_pieces(mine, options, tp)
+    o.backward(torch.cat([filled(do), do.new_ones(padding, do.shape[1])]))
+    n = len(rows)
+    return o[:n].detach(), mine.grad[:n], o[n:].detach().abs().sum() + mine.grad[n:].abs().sum()
+
+
+def joined(ranks, case, R, dtype, padding=1, function=in_pieces):
+    o, dqkv, beyond = zip(*ranks(R, function, case, dtype, padding))
+    assert not any(map(bool, beyond)), "padding has a gradient"
+    return torch.cat(o), torch.cat(dqkv)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("R", [1, 2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_bits_of_one_rank(ranks, name, R, dtype):
+    for got, exact in zip(joined(ranks, CASES[name], R, dtype), whole(CASES[name], dtype), strict=True):
+        assert torch.equal(got, exact), (got != exact).sum()
+
+
+@pytest.mark.parametrize("R", [2, 4])
+@pytest.mark.parametrize("name", COPIES)
+def test_copied_kv_heads(ranks, name, R):
+    """Masks and values of one rank; the gradients of k and v are sums over ranks."""
+    for got, exact in zip(
+        joined(ranks, COPIES[name], R, torch.float64), whole(COPIES[name], torch.float64), strict=True
+    ):
+        assert error(got, exact) <= 1e-14
+    o, _ = joined(ranks, COPIES[name], R, torch.bfloat16)
+    assert torch.equal(o, whole(COPIES[name], torch.bfloat16)[0])
+
+
+def first_heads_forgotten(right, qkv, options):
+    return right(qkv, options._replace(first_head=3))
+
+
+def test_a_wrong_first_head_is_seen(ranks):
+    """Every rank would draw the masks of the first one's heads."""
+    case = CASES["an odd number of positions, dropout"]
+    mistaken = Mistaken(in_pieces, "tpfuse.sequence_parallel.context.attend", first_heads_forgotten)
+    o, _ = joined(ranks, case, 2, torch.float32, function=mistaken)
+    assert not torch.equal(o, whole(case, torch.float32)[0])
+
+
+def test_heads_that_cannot_be_divided():
+    words = "attention: 12 query heads in 4 groups a tensor-parallel rank are not divisible by context-parallel size 8"
+    with pytest.raises(ValueError, match=re.escape(f"{words}; use size 1, 2, 3, 4, 6, 12")):
+        HeadSplit(4, 3, 8).check("attention")
+    assert HeadSplit(6, 2, 4).copies == 2 and HeadSplit(1, 8, 4).copies == 4
