@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tests.common import fake_tp
 from tpfuse import TensorParallel, data_parallel
 from tpfuse.kernels.runtime import processor
+from tpfuse.kernels.runtime.philox import RowPieces
 from tpfuse.models import GPT, GPTConfig
 
 
@@ -203,14 +204,23 @@ def _in_pieces(world):
         _raised(lambda: TensorParallel(mesh["tp"], cp=mesh["cp"], overlap="auto" if world.rank < 2 else "off")),
         _raised(lambda: tp.agree("f", {"x": world.rank // 2})),
     ]
-    numbers = tp.rank, tp.cp_rank, tp.cp_size, tp.call_rank, tp.call_size, tp.piece(7), tp.positions(7), tp.positions(1)
+    keys = tp.of_kind("keys")
+    positions = [ranks.positions(seq).tolist() for ranks in (tp, keys) for seq in (7, 1)]
+    places = [keys.first_row(7, 10, start=start, rows=10) for start in (0, 15, 20)]
+    numbers = (
+        (tp.rank, tp.cp_rank, tp.cp_size, tp.call_rank, tp.call_size, tp.piece(7), keys.piece(9)),
+        positions,
+        places,
+    )
     return numbers, dist.get_process_group_ranks(tp.call_group), errors
 
 
 def test_context_parallel_ranks(ranks):
     for rank, (numbers, calls, errors) in enumerate(ranks(4, _in_pieces)):
-        piece = (slice(0, 4), slice(0, 1)) if rank < 2 else (slice(4, 7), slice(1, 1))
-        assert numbers == (rank % 2, rank // 2, 2, rank, 4, 4, *piece) and calls == [0, 1, 2, 3]
+        numbers, positions, places = numbers
+        assert numbers == (rank % 2, rank // 2, 2, rank, 4, 4, 6) and calls == [0, 1, 2, 3]
+        assert positions == ([[0, 1, 2, 3], [0], [0, 1, 6], [0]] if rank < 2 else [[4, 5, 6], [], [2, 3, 4, 5], []])
+        assert places == ([0, RowPieces(15, 5, 60), 60] if rank < 2 else [20, RowPieces(35, 5, 40), 40])
         dimension, kind, bits, fits, left_out, differ, values = errors
         assert "cp: a DeviceMesh must have one dimension" in dimension and "mesh['cp']" in dimension
         assert kind == "TensorParallel: cp must be a DeviceMesh or a ProcessGroup this process is in, got 'cp'"

@@ -1,6 +1,7 @@
 """Tensor parallelism as a value: rank, size and group, passed as an argument, never global.  It pickles and
 deep-copies."""
 
+import copy
 import functools
 import hashlib
 import os
@@ -15,11 +16,13 @@ import torch
 import torch.distributed as dist
 
 from ._version import __version__
+from .kernels.runtime.philox import FirstRow, RowPieces
 from .kernels.runtime.processor import order_of_sums
 from .ranks.agreement import Header, agree
 from .ranks.messages import channel, gather, together
 
 OVERLAP = "auto", "pairwise", "off"
+CP_KINDS = "auto", "heads", "keys"
 BITWISE = 1, 2, 4, 8, 16, 32
 TILES = 12, 24, 48, 96  # CPU kernels of GEMMs take 4, 6 or 12 rows at a time, those left over in another order
 
@@ -50,11 +53,15 @@ class TensorParallel:
     The constructor is a collective: all ranks of the group call it, with the same arguments and versions of tpfuse and
     torch, or get the same ValueError.
 
-    ``cp``: a group of as many context-parallel ranks, mesh["cp"]: of every sequence rank c of its ranks holds the c-th
-    of ``cp.size`` pieces, and all of the weights that ``group`` divides (docs/context.md).  Every rank is still given
-    whole sequences and has whole results, and a bare backward() leaves complete gradients on each.  Attribute ``cp`` is
-    those ranks; None for none, and for a group of one.  ``call_group`` has the ranks of ``group`` and of ``cp``, all
-    that make the same calls.
+    ``cp``: the context-parallel ranks, mesh["cp"]: each holds a piece of every sequence, and all of the weights that
+    ``group`` divides (docs/context.md).  Every rank is still given whole sequences and has whole results, and a bare
+    backward() leaves complete gradients on each.  Attribute ``cp`` is those ranks; None for none, and for a group of
+    one.  ``call_group`` has the ranks of ``group`` and of ``cp``, all that make the same calls.
+
+    ``cp_kind``: what attention exchanges over ``cp``.  "heads": each rank attends over whole sequences with a part of
+    the heads; pieces are contiguous.  "keys": each gathers all keys and values; its piece is a chunk from the front of
+    a sequence and one from its end, so that causal work is balanced.  "auto": a model takes the kind that sends less,
+    and "keys" where heads cannot be divided; layers on their own "heads".
 
     ``replicas``: the data-parallel replicas that these ranks are of, one; several of ranks that hold experts
     (:meth:`over_replicas`), replica by replica.  ``axis``: the word for these ranks in an error.
@@ -71,6 +78,7 @@ class TensorParallel:
     replicas: int
     axis: str
     cp: "TensorParallel | None"
+    cp_kind: str
     call_group_name: str | None
 
     def __init__(
@@ -82,9 +90,12 @@ class TensorParallel:
         bitwise: int | None = None,
         batch_invariant: int | None = None,
         cp: "dist.ProcessGroup | dist.DeviceMesh | None" = None,
+        cp_kind: str = "auto",
     ):
         if overlap not in OVERLAP:
             raise ValueError(f"TensorParallel: overlap must be one of {', '.join(OVERLAP)}, got {overlap!r}")
+        if cp_kind not in CP_KINDS:
+            raise ValueError(f"TensorParallel: cp_kind must be one of {', '.join(CP_KINDS)}, got {cp_kind!r}")
         group, context = _process_group("group", group, "tp"), _process_group("cp", cp, "cp")
         backend = "" if group is None else dist.get_backend_config(group)
         if overlap == "pairwise" and group is not None and "gloo" not in backend and "nccl" not in backend:
@@ -108,7 +119,7 @@ class TensorParallel:
         if messages is not None:
             bits = dict(bitwise=bitwise, batch_invariant=batch_invariant) | ({} if bitwise is None else order_of_sums())
             shared = dict(sequence_parallel=sequence_parallel, overlap=overlap, versions=versions())
-            shared |= {"cp": None if context is None else context.size()}
+            shared |= {"cp": None if context is None else context.size(), "cp_kind": cp_kind}
             compare = lambda: agree(group, Header("TensorParallel"), shared | bits)
             together(compare, [] if context is None else [context])  # whose other ranks would wait
         if context is not None and bitwise is not None:
@@ -132,6 +143,7 @@ class TensorParallel:
             replicas=1,
             axis="tensor-parallel",
             cp=None,
+            cp_kind=cp_kind,
             call_group_name=name,
         )
         if context is not None:
@@ -144,7 +156,8 @@ class TensorParallel:
             members = [dist.get_rank()] if self.group is None else dist.get_process_group_ranks(self.group)
             pieces = gather(members, context)
             _check_pieces(pieces, context)
-            shared = dict(sequence_parallel=self.sequence_parallel, overlap=self.overlap, versions=versions())
+            fields = "sequence_parallel", "overlap", "cp_kind"
+            shared = {key: getattr(self, key) for key in fields} | {"versions": versions()}
             agree(context, Header("TensorParallel", axis="context-parallel"), shared)
             if self.size > 1 and context.size() > 1:
                 name = _call_groups.get(context) or _call_group(pieces)
@@ -153,6 +166,12 @@ class TensorParallel:
             cp = TensorParallel(context, sequence_parallel=self.sequence_parallel, overlap="off")
             cp.__dict__["axis"] = "context-parallel"
             self.__dict__.update(cp=cp, call_group_name=name)
+
+    def of_kind(self, cp_kind: str) -> "TensorParallel":
+        """Returns these ranks with another ``cp_kind``."""
+        ranks = copy.copy(self)
+        ranks.__dict__["cp_kind"] = cp_kind
+        return ranks
 
     @staticmethod
     def over_replicas(group: dist.ProcessGroup, tp: "TensorParallel") -> "TensorParallel":
@@ -203,14 +222,39 @@ class TensorParallel:
         """The number of this rank among them."""
         return self.cp_rank * self.size + self.rank
 
+    @property
+    def cp_chunks(self) -> list[int]:
+        """The chunks of a sequence, in the order of ranks: one a rank, or of "keys" one from either end."""
+        n = self.cp_size
+        return [*range(n)] if self.cp_kind != "keys" else [chunk for r in range(n) for chunk in (r, 2 * n - 1 - r)]
+
     def piece(self, seq: int) -> int:
         """Returns the number of positions of a context-parallel rank's piece of ``seq``; the last may be padding."""
-        return -(-seq // self.cp_size)
+        n = len(self.cp_chunks)
+        return -(-seq // n) * (n // self.cp_size)
 
-    def positions(self, seq: int) -> slice:
-        """Returns this rank's piece of ``seq`` positions, without padding, which the last ranks may have."""
-        first = min(self.cp_rank * self.piece(seq), seq)
-        return slice(first, min(first + self.piece(seq), seq))
+    def chunks(self, seq: int) -> list[slice]:
+        """Returns the chunks of this rank's piece of ``seq`` positions, without the padding at the end of a sequence:
+        one with less than the first has positions is followed by none."""
+        chunks = self.cp_chunks
+        here, size = len(chunks) // self.cp_size, -(-seq // len(chunks))
+        mine = chunks[self.cp_rank * here :][:here]
+        return [slice(min(chunk * size, seq), min((chunk + 1) * size, seq)) for chunk in mine]
+
+    def positions(self, seq: int) -> torch.Tensor:
+        """Returns this rank's piece of ``seq`` positions, int64, without padding."""
+        return torch.cat([torch.arange(chunk.start, chunk.stop, device="cpu") for chunk in self.chunks(seq)])
+
+    def first_row(self, seq: int, batch: int, *, start: int, rows: int) -> FirstRow:
+        """Returns where in whole sequences, rows s * batch + b, so many rows of this rank's piece lie, from the row
+        ``start`` of the piece on."""
+        if self.cp is None:
+            return start
+        first, *others = (chunk.start * batch for chunk in self.chunks(seq))
+        split = self.piece(seq) * batch // (1 + len(others)) - start  # rows before the second chunk
+        if not others or rows <= split:
+            return first + start
+        return others[0] - split if split <= 0 else RowPieces(first + start, split, others[0])
 
     @property
     def row_shards(self) -> int:

@@ -1,5 +1,5 @@
 """attention: every head width that has launch parameters of its own, with and without dropout, rotary positions and
-packing; decode."""
+packing; chunks of queries; decode."""
 
 from collections.abc import Callable
 from unittest import mock
@@ -8,9 +8,9 @@ import torch
 
 from bench.compile._compile import Call, meta
 from tpfuse.kernels.attn.decode import decode_launch
-from tpfuse.kernels.attn.options import DecodeOptions, Options
-from tpfuse.kernels.attn.triton_backward import bwd_launch
-from tpfuse.kernels.attn.triton_forward import fwd_launch
+from tpfuse.kernels.attn.options import DecodeOptions, Options, QueryChunk
+from tpfuse.kernels.attn.triton_backward import bwd_launch, of_queries_bwd_launch
+from tpfuse.kernels.attn.triton_forward import fwd_launch, of_queries_fwd_launch
 from tpfuse.kernels.runtime import tuning
 
 TILE = lambda c: c["BLOCK_M"] * c["BLOCK_N"]
@@ -30,7 +30,9 @@ def both(
     Q: int = 1,
     dtype: torch.dtype = torch.bfloat16,
     documents: int = 8,
+    chunk: range | None = None,
 ):
+    """``chunk``: the positions that have queries, where they are not all."""
     has = lambda name, *tensor: meta(*tensor[:-1], dtype=tensor[-1]) if name in features else None
 
     def run():
@@ -53,6 +55,12 @@ def both(
             p=0.1 if "dropout" in features else 0.0,
             site=4,
         )
+        if chunk is not None:
+            queries = QueryChunk(meta(rows, G, 2, E, dtype=dtype), chunk.start, len(chunk))
+            q, o = (meta(len(chunk) * batch, *heads, dtype=dtype) for heads in ((G, Q, E), (H * E,)))
+            of_queries_fwd_launch(q, queries, options)
+            of_queries_bwd_launch(o, q, queries, o, meta(batch, H, len(chunk), dtype=FP32), options)
+            return
         qkv, o = meta(rows, G, Q + 2, E, dtype=dtype), meta(rows, H * E, dtype=dtype)
         fwd_launch(qkv, options)
         bwd_launch(o, qkv, o, meta(batch, H, S, dtype=FP32), options)
@@ -96,6 +104,10 @@ def packed(E: int, documents: int):
     return both(E, "packed", "causal", "dropout", "rope", documents=documents)
 
 
+def chunk(E: int, *features: str, **sizes: int):
+    return both(E, *features, chunk=range(1024, 1536), **sizes)
+
+
 def decode(E: int, Q: int, B: int = 4, L: int = 8192, G: int = 8, most: int = 8192):
     """The first L positions of a cache that holds ``most``."""
 
@@ -136,6 +148,18 @@ CALLS |= {
     "E=64 window on either side ahead": ahead(64, "window"),
     "E=64 window on either side transposed": transposed(64, "window", "dropout"),
     "E=128 causal fp32": Call(both(128, "causal", dtype=FP32), ELEMENTS),
+    "E=128 causal dropout rope chunk": Call(chunk(128, "causal", "dropout", "rope"), ELEMENTS, GEMMS),
+    "E=64 causal chunk": Call(chunk(64, "causal"), ELEMENTS, GEMMS),
+    "E=128 causal chunk": Call(chunk(128, "causal"), ELEMENTS, GEMMS),
+    "E=96 causal dropout chunk": Call(chunk(96, "causal", "dropout"), ELEMENTS, GEMMS),
+    "E=256 causal rope softcap window chunk": Call(
+        chunk(256, "causal", "rope", "softcap", "window", Q=2), ELEMENTS, WIDE
+    ),
+    "E=128 packed causal rope Q=4 chunk": Call(chunk(128, "packed", "causal", "rope", Q=4), ELEMENTS, GEMMS),
+    "E=64 key_mask bias dropout chunk": Call(chunk(64, "key_mask", "bias", "dropout"), ELEMENTS, GEMMS),
+    "E=64 rope window on either side chunk": Call(chunk(64, "rope", "window"), ELEMENTS, GEMMS),
+    "E=64 causal one position of three": Call(both(64, "causal", B=1, S=3, G=1, chunk=range(1, 2)), ELEMENTS, GEMMS),
+    "E=128 causal fp32 chunk": Call(chunk(128, "causal", dtype=FP32), ELEMENTS),
     "E=128 decode": Call(decode(128, 1)),
     "E=256 decode Q=8": Call(decode(256, 8)),
 }

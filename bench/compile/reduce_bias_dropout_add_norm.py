@@ -33,23 +33,23 @@ def vector(n: int) -> Tensor:
     return meta(n, dtype=torch.float32)
 
 
-def both(D: int, R: int, kind: str = "layer", order: str = PRE, leaves: int = 0):
+def both(D: int, R: int, kind: str = "layer", order: str = PRE, leaves: int = 0, mask: Mask = MASK):
     def run():
         h, gamma = meta(M, D), vector(D)
         beta = gamma if kind == "layer" else None
         norm = NormVectors(gamma, beta, 1e-5, kind)
-        fwd_launch(meta(R, M, D), Add(bias=gamma, residual=h), norm, MASK, order, leaves)
-        backward(D, R, kind, order, leaves)()
+        fwd_launch(meta(R, M, D), Add(bias=gamma, residual=h), norm, mask, order, leaves)
+        backward(D, R, kind, order, leaves, mask)()
 
     return run
 
 
-def backward(D: int, R: int, kind: str = "layer", order: str = PRE, leaves: int = 0):
+def backward(D: int, R: int, kind: str = "layer", order: str = PRE, leaves: int = 0, mask: Mask = MASK):
     def run():
         h = meta(M, D)
         saved = Saved(h, vector(M), vector(M), vector(D), kind)
         wanted = Wanted(h.dtype, kind == "layer", h.dtype, h.dtype, leaves)
-        bwd_launch(meta(R, M, D), h, saved, MASK, order, wanted)
+        bwd_launch(meta(R, M, D), h, saved, mask, order, wanted)
 
     return run
 
@@ -108,6 +108,14 @@ CALLS |= {
     for D in (1024, 12288)
     for R in (1, 8)
 }
+TWO_PIECES = MASK._replace(split=M // 2, second_row=3 * M)
+CALLS["D=12288 R=8 two pieces"] = Call(both(12288, 8, mask=TWO_PIECES), ELEMENTS)
+CALLS["D=1024 R=8 two pieces"] = Call(
+    both(1024, 8, mask=TWO_PIECES),
+    ELEMENTS,
+    spills=dict(_bwd_kernel=8),
+    why="two registers a thread on sm_80; without the limit of 128 half as many programs fit",
+)
 CALLS |= {f"D={D} R=8 without norm": Call(without_norm(D), ELEMENTS) for D in (4096, 32768)}
 CALLS |= {f"D={D} R={R} ahead": ahead(backward(D, R)) for D in (1024, 8192) for R in (1, 8)}
 CALLS |= {f"D={D} R=1 by the last": by_the_last(backward(D, 1)) for D in (768, 4096, 8192)}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import tpfuse
 from tpfuse.kernels.attn import triton_forward as attention
-from tpfuse.kernels.attn.options import DecodeOptions, Options
+from tpfuse.kernels.attn.options import DecodeOptions, Options, QueryChunk
 from tpfuse.kernels.experts.records import ExpertRows, Routed, Routing, Sides
 from tpfuse.kernels.gemm import triton_gemm as gemm
 from tpfuse.kernels.losses import linear_triton
@@ -106,6 +106,23 @@ def attention_backward(S: int, E: int) -> list[tuple[Any, ...]]:
     return made
 
 
+def queries_forward(S: int, E: int) -> list[tuple[Any, ...]]:
+    made = []
+    for options in options_of(S, E):
+        batch, first, count = options.batch, S // 4, S - S // 3 - S // 4
+        kv = random(S * batch + 1, 2, 2, E) / 3
+        made.append((random(count * batch + 1, 2, 2, E) / 3, QueryChunk(kv, first, count), options))
+    return made
+
+
+def queries_backward(S: int, E: int) -> list[tuple[Any, ...]]:
+    made = []
+    for q, chunk, options in queries_forward(S, E):
+        do, o = random(2, len(q), 4 * E)
+        made.append((do, q, chunk, o, torch.rand(options.batch, 4, chunk.queries) + 3, options))
+    return made
+
+
 def attention_decode(L: int, E: int) -> list[tuple[Any, ...]]:
     seen = torch.rand(3, L) < 0.7
     lengths = torch.tensor([L // 2, L, min(L, 1)], dtype=torch.int32)
@@ -162,6 +179,8 @@ SAMPLES: dict[str, Callable[[int, int], tuple[Any, ...] | list[tuple[Any, ...]]]
     "reduce_parts": lambda m, D: (random(3, m, D),),
     "attention_fwd": attention_forward,
     "attention_bwd": attention_backward,
+    "attention_of_queries_fwd": queries_forward,
+    "attention_of_queries_bwd": queries_backward,
     "attention_decode": attention_decode,
     "rope_fwd": lambda m, E: [
         (random(m, 3, 2 * E), Rotation(*random(2, m + 2, E), positions, False), True)
@@ -221,7 +240,11 @@ for module in pkgutil.walk_packages(tpfuse.__path__, "tpfuse."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
 LAUNCHED = [name for name, op in OPS.items() if op.launch is not None]
-OTHERWISE = [name for name in LAUNCHED if name.startswith(("attention_fwd", "embed_f", "linear", "norm", "reduce_b"))]
+OTHERWISE = [
+    name
+    for name in LAUNCHED
+    if name.startswith(("attention_fwd", "attention_of_queries_fwd", "embed_f", "linear", "norm", "reduce_b"))
+]
 
 
 def fused(kernel: str, arch: str, dtype: torch.dtype, shape: tuple[int, ...], default: dict) -> dict:

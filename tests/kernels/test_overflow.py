@@ -22,7 +22,7 @@ from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.kernels.samples import LAUNCHED, cases, samples, take_other_paths
-from tpfuse.kernels.attn.options import Options
+from tpfuse.kernels.attn.options import Options, QueryChunk
 from tpfuse.kernels.losses import linear_triton
 from tpfuse.kernels.runtime import launch as _launch
 from tpfuse.kernels.runtime.op import OPS
@@ -82,6 +82,7 @@ LARGE = dict.fromkeys(LAUNCHED, (1 << 24, 72)) | dict(
     linear_cross_entropy_bwd_add=(1 << 16, (1 << 15) + 8),
     select_large=(1 << 16, (1 << 16) + 8),
 )
+ATTENTIONS = "attention_fwd", "attention_bwd", "attention_of_queries_fwd", "attention_of_queries_bwd"
 SECONDS = "attention_decode", "activation_bwd", "linear_fwd", "linear_dgrad_act", "norm_bwd", "embed_finish_bwd"
 SECONDS += "linear_cross_entropy_bwd", "linear_cross_entropy_bwd_add", "reduce_bias_dropout_add_norm_bwd"
 
@@ -90,7 +91,7 @@ def large_cases() -> Iterator:
     """One op of each launcher."""
     for case in cases():
         name, _ = case.values
-        if not case.marks and name not in ("attention_fwd", "attention_bwd"):
+        if not case.marks and name not in ATTENTIONS:
             yield pytest.param(*case.values, id=case.id, marks=[pytest.mark.slow] * (name in SECONDS))
 
 
@@ -115,6 +116,10 @@ def test_attention(unlimited, B, S, E):
         options = options._replace(causal=True, window=64, p=0.1, softcap=9.0)
         OPS["attention_fwd"].launch(qkv, options)
         OPS["attention_bwd"].launch(o, qkv, o, lse, options)
+        chunk, n = QueryChunk(torch.empty(S * B, G, 2, E), S // 2, S - S // 2), (S - S // 2) * B
+        q, o, lse = torch.empty(n, G, Q, E), torch.empty(n, G * Q * E), torch.empty(B, G * Q, S - S // 2)
+        OPS["attention_of_queries_fwd"].launch(q, chunk, options)
+        OPS["attention_of_queries_bwd"].launch(o, q, chunk, o, lse, options)
 
 
 @triton.jit

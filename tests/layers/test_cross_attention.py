@@ -91,6 +91,40 @@ def test_sharded_is_whole(ranks, R, sp, cp, name):
     compare(CASE, F64, whole(name), ranks(R, run, name, sp, cp))
 
 
+# ---- pieces whose keys are gathered ----
+
+
+def over_keys(world, name):
+    """-> this rank's positions of x, y and x's gradient there, and the sums over ranks of what is a sum."""
+    options, call = case_of(name)
+    tp = TensorParallel(cp=world.group, cp_kind="keys")
+    layer, seq, memory_seq = build(options, tp), call.get("seq", S), call.get("memory_seq", T)
+
+    def piece(t, seq):
+        rows = t.view(-1, B, t.shape[-1])[tp.positions(seq)].flatten(0, 1)
+        return F.pad(rows, (0, 0, 0, tp.piece(seq) * B - len(rows)))
+
+    x, memory, dy = data(options.get("memory_size", D))
+    x, memory, dy = piece(x, seq).requires_grad_(), piece(memory, memory_seq).requires_grad_(), piece(dy, seq)
+    y = layer(x, memory, rng=make_rng(7, 3), **call | dict(seq=seq, memory_seq=memory_seq))
+    y.backward(dy)
+    return dict(
+        positions=(tp.positions(seq), tp.positions(memory_seq)), y=y.detach(), x=x.grad, memory=memory.grad,
+    ) | {name: p.grad for name, p in layer.named_parameters()}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("R", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_gathered_keys(ranks, R, name):
+    exact, _ = whole(name)
+    for got in ranks(R, over_keys, name):
+        queries, keys = got.pop("positions")
+        for key, places in dict(y=queries, x=queries, memory=keys).items():
+            rows = exact[key].view(-1, B, exact[key].shape[-1])[places].flatten(0, 1)
+            assert error(got.pop(key)[: len(rows)], rows) <= 1e-12
+        assert_close(got, {name: exact[name] for name in got}, F64)
+
+
 # ---- one process against torch ----
 
 

@@ -28,12 +28,20 @@ FORMS = {
     "key mask": dict(shape=(3, 13), attention_mask=MASK),
     "packed": dict(shape=(1, 31), cu_seqlens=torch.tensor([0, 10, 17, 29], dtype=torch.int32)),  # across pieces
 }
-LAYOUTS = {"1x2": (1, 2, True), "2x2": (2, 2, True), "2x2 no sp": (2, 2, False), "1x4": (1, 4, True)}
+LAYOUTS = {  # tensor- and context-parallel ranks, sequence parallelism, kind
+    "1x2": (1, 2, True, "heads"),
+    "1x2 keys": (1, 2, True, "keys"),
+    "2x2": (2, 2, True, "heads"),
+    "2x2 keys": (2, 2, True, "keys"),
+    "2x2 no sp": (2, 2, False, "auto"),
+    "1x4": (1, 4, True, "heads"),
+    "1x4 keys": (1, 4, True, "keys"),
+}
 DAILY = [
     ("gpt2 odd", "packed", "1x2"),
     ("qwen3 odd", "odd", "2x2"),
-    ("gemma odd", "odd", "1x4"),
-    ("qwen2 moe odd lora", "odd", "2x2"),
+    ("gemma odd", "odd", "1x4 keys"),
+    ("qwen2 moe odd lora", "odd", "2x2 keys"),
     ("bert odd", "key mask", "2x2 no sp"),
 ]
 UNPACKED = [kind for kind, config in ALL_KINDS.items() if isinstance(config, BertConfig) and config.rope is None]
@@ -63,9 +71,10 @@ def results(kind, form, saving, tp):
 
 
 def on_ranks(world, kind, form, saving, layout):
-    tensor, context, sp = LAYOUTS[layout]
+    tensor, context, sp, cp_kind = LAYOUTS[layout]
     mesh = world.pieces(1, context, tensor)
-    return results(kind, form, saving, TensorParallel(mesh["tp"], sequence_parallel=sp, cp=mesh["cp"]))
+    tp = TensorParallel(mesh["tp"], sequence_parallel=sp, cp=mesh["cp"], cp_kind=cp_kind)
+    return results(kind, form, saving, tp)
 
 
 @functools.cache
@@ -74,7 +83,7 @@ def one(kind, form, saving):
 
 
 def compare(ranks, kind, form, layout, saving="fastest", function=on_ranks):
-    tensor, context, _ = LAYOUTS[layout]
+    tensor, context, *_ = LAYOUTS[layout]
     exact = one(kind, form, saving)
     for got in ranks(tensor * context, function, kind, form, saving, layout):
         assert got.keys() == exact.keys()
@@ -118,7 +127,7 @@ def test_gradients_of_pieces_are_seen(ranks, target):
 def refusals(world):
     """-> what each wrong call says here; the model goes on after all of them."""
     mesh = world.pieces(1, 2, 2)
-    tp = TensorParallel(mesh["tp"], sequence_parallel=True, cp=mesh["cp"])
+    tp = TensorParallel(mesh["tp"], sequence_parallel=True, cp=mesh["cp"], cp_kind="heads")
     config, odd = ALL_KINDS["gpt2"], world.rank == 3
     model, ids = GPT(config, tp=tp).train(), torch.arange(12).view(2, 6)
     calls = dict(

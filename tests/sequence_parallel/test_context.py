@@ -56,10 +56,14 @@ def whole(case, dtype):
     return o.detach(), qkv.grad
 
 
-def in_pieces(world, case, dtype, padding):
+def over_keys(world, case, dtype, padding):
+    return in_pieces(world, case, dtype, padding, "keys")
+
+
+def in_pieces(world, case, dtype, padding, cp_kind="heads"):
     """-> this rank's rows of o and of qkv's gradient, and what stands in the padding."""
     qkv, do, options = problem(case, dtype)
-    tp = TensorParallel(cp=world.group)
+    tp = TensorParallel(cp=world.group, cp_kind=cp_kind)
     rows = torch.arange(len(qkv)).view(options.seq, -1)[tp.positions(options.seq)].flatten()
     filled = lambda x: torch.cat(
         [x[rows], x.new_full((tp.piece(options.seq) * options.batch - len(rows), *x.shape[1:]), 7)]
@@ -68,13 +72,14 @@ def in_pieces(world, case, dtype, padding):
     o = attend_pieces(mine, options, tp)
     o.backward(torch.cat([filled(do), do.new_ones(padding, do.shape[1])]))
     n = len(rows)
-    return o[:n].detach(), mine.grad[:n], o[n:].detach().abs().sum() + mine.grad[n:].abs().sum()
+    return rows, o[:n].detach(), mine.grad[:n], o[n:].detach().abs().sum() + mine.grad[n:].abs().sum()
 
 
 def joined(ranks, case, R, dtype, padding=1, function=in_pieces):
-    o, dqkv, beyond = zip(*ranks(R, function, case, dtype, padding))
+    rows, o, dqkv, beyond = zip(*ranks(R, function, case, dtype, padding))
     assert not any(map(bool, beyond)), "padding has a gradient"
-    return torch.cat(o), torch.cat(dqkv)
+    order = torch.cat(rows).argsort()
+    return torch.cat(o)[order], torch.cat(dqkv)[order]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -83,6 +88,17 @@ def joined(ranks, case, R, dtype, padding=1, function=in_pieces):
 def test_bits_of_one_rank(ranks, name, R, dtype):
     for got, exact in zip(joined(ranks, CASES[name], R, dtype), whole(CASES[name], dtype), strict=True):
         assert torch.equal(got, exact), (got != exact).sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("R", [2, 4])
+@pytest.mark.parametrize("name", [*CASES, *COPIES])
+def test_gathered_keys(ranks, name, R, dtype):
+    """The bits of one rank in o and q's gradient; those of k and v are sums over ranks."""
+    case = (CASES | COPIES)[name]
+    (o, dqkv), (exact, dexact) = joined(ranks, case, R, dtype, function=over_keys), whole(case, dtype)
+    assert torch.equal(o, exact) and torch.equal(dqkv[:, :, :-2], dexact[:, :, :-2])
+    assert error(dqkv[:, :, -2:], dexact[:, :, -2:]) <= (1e-14 if dtype == torch.float64 else 8e-3)
 
 
 @pytest.mark.parametrize("R", [2, 4])
@@ -111,6 +127,6 @@ def test_a_wrong_first_head_is_seen(ranks):
 
 def test_heads_that_cannot_be_divided():
     words = "attention: 12 query heads in 4 groups a tensor-parallel rank are not divisible by context-parallel size 8"
-    with pytest.raises(ValueError, match=re.escape(f"{words}; use size 1, 2, 3, 4, 6, 12")):
+    with pytest.raises(ValueError, match=re.escape(f"{words}; use size 1, 2, 3, 4, 6, 12, or cp_kind='keys'")):
         HeadSplit(4, 3, 8).check("attention")
     assert HeadSplit(6, 2, 4).copies == 2 and HeadSplit(1, 8, 4).copies == 4

@@ -182,7 +182,8 @@ class ParallelAttention(ParallelModule):
                 D, groups=groups, heads=heads, head_width=E, copies=copies, bias=shape.bias, tp=tp, init_std=init.std,
                 dtype=dtype, device=device,
             )  # fmt: skip
-        HeadSplit(self.groups, self.heads_per_group - 2, tp.cp_size).check("ParallelAttention")
+        if tp.cp_kind != "keys":
+            HeadSplit(self.groups, self.heads_per_group - 2, tp.cp_size).check("ParallelAttention")
         self.q_norm = self.k_norm = None
         if shape.qk_norm and shape.qk_norm_all:
             self.q_norm, self.k_norm = (

@@ -32,6 +32,7 @@ from ..collectives import reduce
 from ..kernels.experts.router import sigmoid
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.leaves import tree
+from ..kernels.runtime.philox import FirstRow, global_rows
 from ..kernels.runtime.rules import NOT_NEGATIVE, check_rules, described, one_of
 from ..parallel import TensorParallel
 from .call import Call
@@ -75,7 +76,8 @@ def router_sums(logits: Tensor, chosen: Tensor, score: str, call: Call, m: int, 
         p = p / p.sum(-1, keepdim=True)
     z = logits.logsumexp(-1, keepdim=True).square()
     values = torch.cat((counts, p, z, torch.ones_like(z)), 1)
-    of = _sequences(call, call.first_row(m * tp.size, tp) + tp.rank * m, len(logits), logits.device).to(values.dtype)
+    first_row = call.first_row(m, tp.rank, tp.size, tp)
+    of = _sequences(call, first_row, len(logits), logits.device).to(values.dtype)
     with torch.autocast(logits.device.type, enabled=False):  # whose products would count in 16 bits
         if tp.bitwise is None or m == 0:
             return of @ values
@@ -84,9 +86,9 @@ def router_sums(logits: Tensor, chosen: Tensor, score: str, call: Call, m: int, 
         return tree(o.t().contiguous() @ v.clone() for o, v in zip(*pieces, strict=True))
 
 
-def _sequences(call: Call, first: int, m: int, device: torch.device) -> Tensor:
+def _sequences(call: Call, first_row: FirstRow, m: int, device: torch.device) -> Tensor:
     """Returns bool [N, m]: which sequence a row is of, none for padding."""
-    row = torch.arange(first, first + m, device=device)
+    row = global_rows(first_row, m, device)
     if call.cu_seqlens is None:
         number, count = row % call.batch, call.batch
     else:

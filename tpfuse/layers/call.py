@@ -5,6 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..kernels.attn.options import default_seq
+from ..kernels.runtime.philox import FirstRow
 from ..parallel import TensorParallel
 from .cache import KVCache
 
@@ -56,16 +57,18 @@ class Call(NamedTuple):
         """Returns the positions of whole sequences, of which the ranks of ``tp`` together hold ``rows`` rows."""
         return default_seq(rows, self.batch) * tp.cp_size if self.seq is None else self.seq
 
-    def first_row(self, rows: int, tp: TensorParallel) -> int:
-        """Returns the index in whole sequences of the first of those ``rows`` that the ranks of ``tp`` hold together:
-        rank c of ``tp.cp`` has the c-th piece of each sequence."""
-        return tp.cp_rank * tp.piece(self.positions(rows, tp)) * self.batch if tp.cp_rank else 0
+    def first_row(self, rows: int, shard: int, shards: int, tp: TensorParallel) -> FirstRow:
+        """Returns where in whole sequences the ``rows`` of one of so many shards lie, those of the ranks of ``tp``."""
+        start = shard * rows
+        if tp.cp is None:
+            return start
+        return tp.first_row(self.positions(rows * shards, tp), self.batch, start=start, rows=rows)
 
     def valid_rows(self, rows: int, tp: TensorParallel) -> int:
-        """Returns how many of those rows, from the first on, are no padding."""
+        """Returns how many of the ``rows`` of all ranks of ``tp``, from the first on, are no padding."""
         if self.seq is None:
             return rows
-        return max(0, min(tp.piece(self.seq) * self.batch, self.seq * self.batch - self.first_row(rows, tp)))
+        return sum(chunk.stop - chunk.start for chunk in tp.chunks(self.seq)) * self.batch
 
     def rotation(self, window: int | None) -> Rope | None:
         """Returns the rotary positions of a layer with this window."""

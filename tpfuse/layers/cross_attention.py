@@ -7,17 +7,20 @@ scaled_dot_product_attention, and with dropout the same in plain torch with this
 leaves of the heads.
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..collectives import gather
 from ..kernels.attn.options import as_key_mask
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.leaves import cut
 from ..kernels.runtime.op import acc_dtype
-from ..kernels.runtime.philox import active_rng, keep, mask_key, scale, threshold
+from ..kernels.runtime.philox import active_rng, global_rows, keep, mask_key, scale, threshold
 from ..parallel import TensorParallel
-from ..sequence_parallel.context import HeadSplit, copied, to_heads, to_pieces
+from ..sequence_parallel.context import HeadSplit, by_position, copied, to_heads, to_pieces
 from .linear import ColumnParallelLinear, ColumnProjection, RowParallelLinear
 from .module import ParallelModule, leaf_slices, on_pieces
 from .sites import cross_site
@@ -112,7 +115,8 @@ class CrossAttention(ParallelModule):
         self.head_width = E = hidden_size // num_heads if head_width is None else head_width
         self.first_head, self.dropout, self.site = self.tp.rank * self.heads, dropout, cross_site(layer)
         self._split = HeadSplit(max(1, groups // leaves), self.heads // max(1, groups // leaves), self.tp.cp_size)
-        self._split.check(name)
+        if self.tp.cp_kind != "keys":
+            self._split.check(name)
         self.q = ColumnParallelLinear(
             hidden_size, (num_heads, E), bias, tp=self.tp, init_std=init_std, dtype=dtype, device=device
         )
@@ -157,6 +161,11 @@ class CrossAttention(ParallelModule):
             fits, f"CrossAttention: attention_mask must be {shape}, got {None if mask is None else tuple(mask.shape)}"
         )
         q, kv, first_head = q.view(rows, -1, E), kv.view(len(kv), -1, 2, E), self.first_head
+        positions = torch.arange(seq, device=q.device)
+        if cp is not None and self.tp.cp_kind == "keys":
+            kv = by_position(gather(kv[: self.tp.piece(memory_seq) * batch], cp), self.tp)
+            place = self.tp.first_row(seq, 1, start=0, rows=self.tp.piece(seq))
+            seq, positions, cp = self.tp.piece(seq), global_rows(place, self.tp.piece(seq), q.device), None
         if cp is not None:
             split = self._split
             q = to_heads(q, self.tp.piece(seq) * batch, cp)
@@ -169,16 +178,19 @@ class CrossAttention(ParallelModule):
         by_leaf = (cut("CrossAttention", t, 1, leaves) if leaves > 1 else (t,) for t in (q, k, v))
         pieces = enumerate(zip(*by_leaf, strict=True))
         heads = lambda leaf: first_head + leaf * (self.heads // leaves)
-        o = torch.cat([self._attend(q, k, v, mask=mask, rng=rng, first_head=heads(i)) for i, (q, k, v) in pieces], 1)
+        attend = functools.partial(self._attend, mask=mask, rng=rng, positions=positions)
+        o = torch.cat([attend(q, k, v, first_head=heads(i)) for i, (q, k, v) in pieces], 1)
         o = o.permute(2, 0, 1, 3).reshape(seq * batch, -1)
         padding = self.tp.piece(seq) * self.tp.cp_size * batch - len(o) if cp is not None else rows - len(o)
         o = F.pad(o, (0, 0, 0, padding)) if padding else o
         return self.out(o if cp is None else to_pieces(o, rows, cp))
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, rng: Tensor | None, first_head: int
-    ) -> Tensor:
-        """q [B, H, S, E], k and v [B, G, T, E] of heads from ``first_head`` on, mask bool [B, T] -> [B, H, S, E]"""
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, rng: Tensor | None, positions: Tensor,
+        first_head: int,
+    ) -> Tensor:  # fmt: skip
+        """q [B, H, S, E] of ``positions`` [S], k and v [B, G, T, E] of heads from ``first_head`` on, mask bool [B, T]
+        -> [B, H, S, E]"""
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
         visible = None if mask is None else mask.any(1)[:, None, None, None]
         if mask is not None and visible is not None:
@@ -190,16 +202,16 @@ class CrossAttention(ParallelModule):
         else:
             s = (q @ k.transpose(-1, -2)).to(acc_dtype(q)) * self.head_width**-0.5
             probs = (s if mask is None else s.masked_fill(~mask, -torch.inf)).softmax(-1)
-            o = (probs * self._mask(rng, probs, first_head)).to(v.dtype) @ v
+            o = (probs * self._mask(rng, probs, positions, first_head)).to(v.dtype) @ v
         return o if visible is None else torch.where(visible, o, 0)
 
     @torch.no_grad()
-    def _mask(self, rng: Tensor, probs: Tensor, first_head: int) -> Tensor:
+    def _mask(self, rng: Tensor, probs: Tensor, positions: Tensor, first_head: int) -> Tensor:
         """Returns 0 or 1 / (1 - p) for every probability [B, H, S, T]; it reads rng, so that a GPU is waited for."""
-        (batch, heads, seq, keys), device = probs.shape, probs.device
+        (batch, heads, _, keys), device = probs.shape, probs.device
         *key, first_sample = mask_key(rng)
         head = (self.site << 16) + first_head + torch.arange(heads, device=device)[:, None, None]
-        rows, samples = torch.arange(seq, device=device)[:, None], torch.arange(batch, device=device)
+        rows, samples = positions[:, None], torch.arange(batch, device=device)
         sample = first_sample + samples[:, None, None, None]
         factors = keep(key, rows, head, columns=keys, sample=sample, p=self.dropout, dtype=probs.dtype)
         return factors * scale(self.dropout)

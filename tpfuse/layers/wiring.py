@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..kernels.norm import Recompute, norm_in, reduce_bias_dropout_add_norm
 from ..kernels.norm.records import NormVectors
-from ..parallel import TensorParallel
 from ..sequence_parallel.crossings import expanded
 from .call import Call
 from .module import replicated
@@ -217,17 +216,13 @@ def run_backward(
 # ---- in training ----
 
 
-def _first_row(tp: TensorParallel, h: Tensor, call: Call) -> int:
-    """Returns the index in whole sequences of the first row of h, by which dropout is counted."""
-    return call.first_row(len(h) * tp.row_shards, tp) + tp.row_rank * len(h)
-
-
 class Fused:
     """One kernel between two GEMM pairs.  The vectors of all steps [D] (biases, norms) are one message."""
 
     def __init__(self, block: Any, steps: Steps, h: Tensor, call: Call):
         self.block, self.tp, self.call = block, block.tp, call
-        self.p, self.first_row = block.dropout if block.training else 0.0, _first_row(block.tp, h, call)
+        self.p = block.dropout if block.training else 0.0
+        self.first_row = call.first_row(len(h), block.tp.row_rank, block.tp.row_shards, block.tp)
         self.biases, self.norms = _replicated(block, steps)
         self.sums: tuple[Tensor, ...] = ()
 
@@ -295,7 +290,8 @@ class ByParts:
 
     def __init__(self, block: Any, h: Tensor, call: Call):
         self.block, self.call = block, call
-        self.p, self.first_row = block.dropout if block.training else 0.0, _first_row(block.tp, h, call)
+        self.p = block.dropout if block.training else 0.0
+        self.first_row = call.first_row(len(h), block.tp.row_rank, block.tp.row_shards, block.tp)
         self.sums: tuple[Tensor, ...] = ()
 
     def norm(self, step: Norm, h: Tensor) -> tuple[Tensor, Normed]:

@@ -19,6 +19,7 @@ from ..kernels.losses.options import IGNORE
 from ..kernels.norm import dropout
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.op import acc_dtype, scalar
+from ..kernels.runtime.philox import FirstRow
 from ..kernels.runtime.rules import (
     Rule,
     boolean,
@@ -151,7 +152,7 @@ class ClassifierHead(ReplicatedLinear):
         default = config.dropout if self.below.dropout is None else self.below.dropout
         self.p = (0.1 if causal else default) * drops if p is None else p
 
-    def forward(self, x: Tensor, rng: Tensor | None = None, first_row: int = 0, batch: int = 1) -> Tensor:
+    def forward(self, x: Tensor, rng: Tensor | None = None, first_row: FirstRow = 0, batch: int = 1) -> Tensor:
         """x [m, D] -> [m, L]"""
         if self.training and rng is not None:
             x = dropout(x, self.p, rng=rng, site=CLASSIFIER, first_row=first_row, batch=batch)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..kernels.norm import embed_finish
+from ..kernels.runtime.philox import FirstRow
 from ..layers.embedding import VocabParallelEmbedding
 from ..layers.hooks import served
 from ..layers.module import local, on_rows, replicated
@@ -30,7 +31,7 @@ class EmbeddingDropout(NamedTuple):
 
     p: float
     rng: Tensor | None
-    first_row: int
+    first_row: FirstRow
     batch: int
 
 

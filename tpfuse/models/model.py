@@ -27,6 +27,7 @@ from ..pipeline.placement import Stage
 from ..pipeline.trees import apart
 from ..ranks.agreement import Agreement, Header, agree_over, digest, is_checking, next_number, raise_everywhere
 from ..ranks.messages import attempt, channel, together
+from ..sequence_parallel.context import settled
 from .classify import ClassifierHead
 from .config.model import ModelConfig
 from .embed import EmbeddingDropout
@@ -102,7 +103,7 @@ class Model(nn.Module):
         super().__init__()
         self.config, self.seed = config, seed
         self.origin: FileOrigin | None = None
-        self.tp = TensorParallel() if tp is None else tp
+        self.tp = settled(TensorParallel() if tp is None else tp, config.num_heads, config.kv_heads)
         dp = dp.get_group() if dp is not None and not isinstance(dp, dist.ProcessGroup) else dp
         self.groups = Groups(self.tp, dp, staged=stage is not None)
         self.step = torch.zeros((), dtype=torch.int64, device="cpu")
@@ -114,7 +115,7 @@ class Model(nn.Module):
         shared: dict[str, Any] = dict(config=config, seed=seed, saving=saving, recompute=recompute, stage=stage)
         shared |= dict(dtype=torch.get_default_dtype()) | options | {"experts given": experts is not None}
         shared |= {} if self.tp.bitwise is None else order_of_sums()
-        fields = "size", "cp_size", "sequence_parallel", "overlap", "bitwise", "batch_invariant"
+        fields = "size", "cp_size", "cp_kind", "sequence_parallel", "overlap", "bitwise", "batch_invariant"
         split: dict[str, Any] = {f"tp.{key}": getattr(self.tp, key) for key in fields}
         self._shared: dict[str, Any] = {}
         self._share(shared | split | dict(versions=versions()))

@@ -5,14 +5,14 @@ from torch import Tensor, nn
 
 from ..collectives import collect, split
 from ..parallel import TensorParallel
+from ..sequence_parallel.context import by_position, by_rank
 
 
 class BatchRows:
     """[B, S] as sequence-major rows s * B + b: a context-parallel rank's piece of them, padded to a multiple of
     ``tp.row_multiple``, and this rank's share of the piece.
 
-    ``count``: the rows of the piece, of which ``per_shard`` are here; ``first``: the index in whole sequences of the
-    first of them.
+    ``count``: the rows of the piece, of which ``per_shard`` are here; ``first``: where in whole sequences these lie.
     """
 
     def __init__(self, shape: torch.Size, tp: TensorParallel):
@@ -21,18 +21,21 @@ class BatchRows:
         self.count = -(-self._piece // tp.row_multiple) * tp.row_multiple
         self.per_shard = self.count // tp.row_shards
         self._start = tp.row_rank * self.per_shard
-        self.first = tp.cp_rank * self._piece + self._start
+        self.first = tp.first_row(self.seq, self.batch, start=self._start, rows=self.per_shard)
 
     def all(self, x: Tensor, fill: int) -> Tensor:
         """[B, S] -> [M] of this rank's piece, ``fill`` in the padding"""
-        rows = x.t()[self.tp.positions(self.seq)].reshape(-1)
+        x = x.t()
+        rows = torch.cat([x[chunk] for chunk in self.tp.chunks(self.seq)]) if self.tp.cp is not None else x
+        rows = rows.reshape(-1)
         return nn.functional.pad(rows, (0, self.count - len(rows)), value=fill)
 
     def share(self, x: Tensor) -> Tensor:
         """[B, S, D], the same on every rank -> this rank's [m, D]; the gradient is whole on every rank."""
         rows, cp = x.transpose(0, 1).flatten(0, 1), self.tp.cp
         if cp is not None:
-            rows = split(nn.functional.pad(rows, (0, 0, 0, cp.size * self._piece - len(rows))), cp)
+            whole = nn.functional.pad(rows, (0, 0, 0, cp.size * self._piece - len(rows)))
+            rows = split(by_rank(whole, self.tp), cp)
         rows = nn.functional.pad(rows, (0, 0, 0, self.count - len(rows)))
         return split(rows, self.tp) if self.tp.sequence_parallel else rows
 
@@ -57,6 +60,7 @@ class BatchRows:
         """[M, ...] of this rank's piece -> [B, S, ...], the same on every context-parallel rank."""
         if self.tp.cp is not None:
             rows = collect(rows[: self._piece], self.tp.cp, size=self.tp.cp.size * self._piece)
+            rows = by_position(rows, self.tp)
         return rows[: self.batch * self.seq].unflatten(0, (self.seq, self.batch)).transpose(0, 1)
 
     def flat(self, x: Tensor) -> Tensor:

@@ -1,26 +1,36 @@
-"""Attention over sequences of which each context-parallel rank holds one piece.
+"""Attention over sequences of which each of C context-parallel ranks holds a piece, in two kinds.
 
-    qkv  [m, G, Q + 2, E]    this rank's piece, all heads that its tensor-parallel rank has
-         --exchange-->  [C m, G/C, Q + 2, E]    whole sequences, 1/C of the heads
-    o    [C m, G/C Q E]  --exchange-->  [m, G Q E]
+    "heads"    qkv  [m, G, Q + 2, E]    this rank's piece, all heads that its tensor-parallel rank has
+                    --exchange-->  [C m, G/C, Q + 2, E]    whole sequences, 1/C of the heads
+               o    [C m, G/C Q E]  --exchange-->  [m, G Q E]
 
-Jacobs et al. 2023 (arXiv:2309.14509).  Between the exchanges stands the same attention as on one rank: every mask,
-window and document works as there, causal work is balanced, and a head's bits do not depend on C.  Pieces are
-contiguous, so that their rows, s * batch + b, are contiguous in the whole too and come back in order.
+    "keys"     kv   [m, G, 2, E]    --all-gather-->  [C m, G, 2, E], in backward once more
+               o    of this rank's queries over all keys;  dkv [C m, G, 2, E] in fp32  --exchange, sum-->  [m, G, 2, E]
 
-Where C does not divide G, each group of query heads is cut in ``copies``, and k and v are sent with each; their
-gradients are then summed.
+Jacobs et al. 2023 (arXiv:2309.14509) for the first; the second is the all-gather of Llama 3 (arXiv:2407.21783, section
+3.3.2).  Of "heads" pieces are contiguous.  Between its exchanges stands the same attention as on one rank: causal work
+is balanced, and a head's bits do not depend on C.  Where C does not divide G, each group of query heads is cut in
+``copies``, and k and v are sent with each; their gradients are then summed.  Of "keys" a piece is the chunks r and 2 C
+- 1 - r of 2 C, which have as many pairs of a query and an earlier key on every rank; o and dq have the bits of one
+rank, and dk and dv are sums over the ranks, in their order.
+
+Elements that a rank sends for a row, forward and backward, dk and dv counted twice as they are fp32:
+
+    "heads"    2 (2 H + 2 G copies) E (C - 1) / C          "keys"    8 G E (C - 1)
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..kernels.attn.op import attend
-from ..kernels.attn.options import Options
+from ..collectives import all_gather, all_to_all, summed
+from ..kernels.attn.op import attend, attention_of_queries_bwd, attention_of_queries_fwd
+from ..kernels.attn.options import TENSORS, Options, QueryChunk
 from ..kernels.runtime.errors import check
+from ..kernels.runtime.function import Function, once_differentiable
+from ..kernels.runtime.op import autocast
 from ..parallel import TensorParallel
 from .crossings import exchange
 
@@ -49,13 +59,50 @@ class HeadSplit(NamedTuple):
         check(
             self.divides,
             f"{caller}: {total} query heads in {self.groups} groups a tensor-parallel rank are not divisible by"
-            f" context-parallel size {self.ranks}; use size {', '.join(map(str, works))}",
+            f" context-parallel size {self.ranks}; use size {', '.join(map(str, works))}, or cp_kind='keys'",
         )
 
     @property
     def divides(self) -> bool:
         """True if every rank gets as many query heads of one group as every other."""
         return self.heads % self.copies == 0
+
+    @property
+    def cheaper(self) -> str:
+        """The kind that sends less, of two that send as much "heads"; "keys" where heads cannot be divided."""
+        return "heads" if self.divides and self.heads + self.copies <= 2 * self.ranks else "keys"
+
+
+def settled(tp: TensorParallel, heads: int, groups: int) -> TensorParallel:
+    """Returns ranks whose "auto" kind is the cheaper one for a model's ``heads`` query heads in ``groups``."""
+    if tp.cp is None or tp.cp_kind != "auto":
+        return tp
+    here = max(1, groups // tp.size)
+    return tp.of_kind(HeadSplit(here, max(1, heads // tp.size // here), tp.cp.size).cheaper)
+
+
+# ---- the order of rows ----
+
+
+def by_rank(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Rows [M, ...] of whole sequences, padded, in the order of positions -> in the order of ranks' pieces."""
+    return _chunks_at(x, tp.cp_chunks)
+
+
+def by_position(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Rows [M, ...] of whole sequences in the order of ranks' pieces -> in the order of positions."""
+    chunks = tp.cp_chunks
+    return _chunks_at(x, [chunks.index(i) for i in range(len(chunks))])
+
+
+def _chunks_at(x: Tensor, order: list[int]) -> Tensor:
+    if order == [*range(len(order))]:
+        return x
+    chunks = x.chunk(len(order))
+    return torch.cat([chunks[i] for i in order])
+
+
+# ---- attention ----
 
 
 def attend_pieces(qkv: Tensor, options: Options, tp: TensorParallel) -> Tensor:
@@ -67,11 +114,64 @@ def attend_pieces(qkv: Tensor, options: Options, tp: TensorParallel) -> Tensor:
     if tp.cp is None:
         return attend(qkv, options)
     cp, (M, G, slots, _) = tp.cp, qkv.shape
-    split, rows = HeadSplit(G, slots - 2, cp.size), tp.piece(options.seq) * options.batch
+    rows = tp.piece(options.seq) * options.batch
+    if tp.cp_kind == "keys":
+        (qkv,) = autocast(qkv)
+        o = _OverKeys.apply(qkv[:rows], options, tp)
+        return nn.functional.pad(o, (0, 0, 0, M - rows)) if M > rows else o
+    split = HeadSplit(G, slots - 2, cp.size)
     split.check("attention")
     whole = to_heads(_with_copies(qkv, split.copies), rows, cp)
     o = attend(whole, options._replace(first_head=options.first_head + cp.rank * split.query_heads))
     return to_pieces(o, M, cp)
+
+
+class _OverKeys(Function):
+    """This rank's queries over all keys.  Saved is its piece alone: keys are gathered again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, options: Options, tp: TensorParallel) -> Tensor:
+        q, kv = _queries_and_keys(qkv, tp)
+        pairs = [attention_of_queries_fwd(q_i, chunk, options) for q_i, chunk in _chunked(q, kv, options, tp)]
+        o = torch.cat([o_i for o_i, _ in pairs])
+        ctx.save_for_backward(qkv, o, *(lse for _, lse in pairs), *options[:TENSORS])
+        ctx.args = options[TENSORS:], tp
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        constants, tp = ctx.args
+        saved = ctx.saved_tensors
+        (qkv, o), lse, tensors = saved[:2], saved[2:-TENSORS], saved[-TENSORS:]
+        q, kv = _queries_and_keys(qkv, tp)
+        options, cp = Options(*tensors, *constants), tp.cp
+        chunks = _chunked(q, kv, options, tp)
+        pieces = zip(chunks, do.contiguous().chunk(len(lse)), o.chunk(len(lse)), lse, strict=True)
+        grads = [
+            attention_of_queries_bwd(do_i, q_i, chunk, o_i, lse=lse_i, options=options)
+            for (q_i, chunk), do_i, o_i, lse_i in pieces
+        ]
+        (dq_front, dkv_front), (dq_end, dkv_end) = grads
+        dq, parts = torch.cat([dq_front, dq_end]), dkv_front + dkv_end
+        sent = by_rank(parts, tp).view(cp.size, len(q), *parts.shape[1:])
+        dkv = summed(all_to_all(sent, cp.group_name), cp)
+        return torch.cat([dq, dkv.to(qkv.dtype)], 2), None, None
+
+
+def _queries_and_keys(qkv: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor]:
+    """qkv [m, G, Q + 2, E] of a piece -> its q [m, G, Q, E], and kv [C m, G, 2, E] of whole sequences."""
+    cp = tp.cp
+    assert cp is not None
+    q, kv = qkv.split([qkv.shape[2] - 2, 2], 2)
+    return q.contiguous(), by_position(all_gather(kv.contiguous(), cp.size, cp.group_name).flatten(0, 1), tp)
+
+
+def _chunked(q: Tensor, kv: Tensor, options: Options, tp: TensorParallel) -> list[tuple[Tensor, QueryChunk]]:
+    """Returns each chunk's rows of q, and its place; what is no position is padding."""
+    chunks = tp.chunks(options.seq)
+    places = [QueryChunk(kv, chunk.start, chunk.stop - chunk.start) for chunk in chunks]
+    return [*zip(q.chunk(len(chunks)), places, strict=True)]
 
 
 def to_heads(x: Tensor, rows: int, cp: TensorParallel) -> Tensor:

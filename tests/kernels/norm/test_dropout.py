@@ -7,7 +7,7 @@ from tests.kernels.interpreter_bytes import assert_declared
 from tests.kernels.kernel_rules import DEVICE, on_a_gpu
 from tpfuse.kernels import dropout
 from tpfuse.kernels.norm.verbs import dropout_fwd
-from tpfuse.kernels.runtime.philox import Mask, keep_rows, make_rng, scale
+from tpfuse.kernels.runtime.philox import Mask, RowPieces, keep_rows, make_rng, scale
 
 MASK = Mask(RNG.to(DEVICE), 0.3, site=2, first_row=5, batch=3)
 SAMPLES = [
@@ -40,6 +40,15 @@ def test_where():
         assert not torch.equal(ours(x, **{**where, key: other}), ours(x, **where))
     assert not torch.equal(dropout(x, 0.3, rng=make_rng(1, 4, 2)), ours(x))
     assert torch.equal(torch.cat([ours(x[:2]), ours(x[2:], first_row=2)]), ours(x))
+
+
+def test_rows_in_two_pieces():
+    """Forward and backward those of two calls; and under torch.compile."""
+    x, two = leaf(7, 13), RowPieces(4, split=3, second_row=30)
+    apart = lambda x: torch.cat([ours(x[:3], first_row=4, batch=2), ours(x[3:], first_row=30, batch=2)])
+    together = lambda x: ours(x, first_row=two, batch=2)
+    common.assert_same(together, apart, x)
+    common.assert_compiles(together, leaf(7, 13, dtype=torch.float32))
 
 
 def test_recompute_draws_the_same_mask():
@@ -111,6 +120,12 @@ def test_launcher_on_shards(poisoned, shards):
         dropout_fwd.launch(x[rows], whole._replace(first_row=int(rows[0]))) for rows in torch.arange(8).chunk(shards)
     ]
     assert torch.equal(torch.cat(cut), dropout_fwd.reference(x, whole))
+
+
+@pytest.mark.parametrize("split", [0, 3, 8])
+def test_launcher_of_two_pieces(poisoned, split):
+    x, mask = torch.randn(8, 100, device=DEVICE), MASK._replace(split=split, second_row=40)
+    assert torch.equal(dropout_fwd.launch(x, mask), dropout_fwd.reference(x, mask))
 
 
 def test_declared_bytes():

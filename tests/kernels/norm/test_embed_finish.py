@@ -13,7 +13,7 @@ from tpfuse.kernels import embed_finish
 from tpfuse.kernels.norm import norm_apply
 from tpfuse.kernels.norm.records import DROP, PRE, Add, NormVectors, Saved, Wanted
 from tpfuse.kernels.norm.verbs import EMBED_FINISH
-from tpfuse.kernels.runtime.philox import Mask, keep_rows, make_rng, scale
+from tpfuse.kernels.runtime.philox import Mask, RowPieces, keep_rows, make_rng, scale
 
 _, fwd, bwd = EMBED_FINISH
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -346,6 +346,26 @@ def test_masks_do_not_depend_on_the_shard(shards, post):
         shard = mask._replace(first_row=mask.first_row + int(rows[0]))
         cut.append(fwd.launch(parts[:, rows], add._replace(positions=add.positions[rows]), norm, shard, order))
     assert all(torch.equal(torch.cat(outputs), w) for outputs, w in zip(zip(*cut, strict=True), whole, strict=True))
+
+
+@pytest.mark.parametrize("post", [False, True])
+@pytest.mark.usefixtures("poisoned")
+def test_rows_in_two_pieces(post):
+    """Those of two launches bitwise; and the reference's, called with the public function's record."""
+    parts, add, norm, mask, order = forward_arguments(1, 8, 100, post, type=False)
+    two = mask._replace(split=5, second_row=70)
+    cut = [
+        fwd.launch(parts[:, rows], add._replace(positions=add.positions[rows]), norm, piece, order)
+        for rows, piece in ((slice(0, 5), mask), (slice(5, 8), mask._replace(first_row=70)))
+    ]
+    whole = fwd.launch(parts, add, norm, two, order)
+    assert all(torch.equal(torch.cat(outputs), w) for outputs, w in zip(zip(*cut, strict=True), whole, strict=True))
+    called, _, _ = embed_finish(
+        parts, position_weight=add.position_weight, positions=add.positions, weight=norm.gamma, norm_bias=norm.beta,
+        p=mask.p, rng=mask.rng, site=mask.site, first_row=RowPieces(mask.first_row, 5, 70), batch=mask.batch,
+        post_norm=post,
+    )  # fmt: skip
+    torch.testing.assert_close(called, whole[1 if post else 0], rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.usefixtures("poisoned")

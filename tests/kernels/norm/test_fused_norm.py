@@ -199,6 +199,28 @@ def test_masks_do_not_depend_on_the_shard(shards):
     assert not torch.equal(fwd.launch(parts, add, norm, other, order)[0], h)
 
 
+@pytest.mark.parametrize("wide", [False, True])
+def test_rows_in_two_pieces(monkeypatch, wide):
+    """Forward and both backwards are those of two launches, bitwise but for the vectors' gradients."""
+    narrow(monkeypatch, wide)
+    parts, add, norm, _, order = forward_arguments(2, 7, 100)
+    pieces = [(slice(0, 7), MASK._replace(split=3, second_row=50))]
+    pieces += [(slice(0, 3), MASK), (slice(3, 7), MASK._replace(first_row=50))]
+    gradients, made = None, []
+    for rows, mask in pieces:
+        arguments = parts[:, rows], add._replace(residual=add.residual[rows]), norm, mask, order
+        h, n, *_ = fwd.launch(*arguments)
+        results = [h, n]
+        for post in (False, True):
+            dn, dh, *saved = backward_arguments(arguments, post)
+            gradients = gradients or (dn, dh)
+            dn, dh = gradients[0][:, rows].contiguous(), gradients[1][rows].contiguous()
+            results += bwd.launch(dn, dh, *saved)[:2]
+        made.append(results)
+    for whole, *cut in zip(*made, strict=True):
+        assert torch.equal(torch.cat(cut), whole)
+
+
 @pytest.mark.parametrize("D", [100, pytest.param(9000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("call", ["launch", "cpu", "reference", "__call__"])
 def test_out(D, call):

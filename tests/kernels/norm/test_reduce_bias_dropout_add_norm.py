@@ -13,7 +13,7 @@ from tpfuse.kernels.norm import norm_apply
 from tpfuse.kernels.norm.records import POST, PRE, Add, NormVectors, Saved, Wanted
 from tpfuse.kernels.norm.verbs import REDUCE_BIAS_DROPOUT_ADD_NORM
 from tpfuse.kernels.runtime.op import NAMESPACE
-from tpfuse.kernels.runtime.philox import Mask, keep_rows, make_rng, scale
+from tpfuse.kernels.runtime.philox import Mask, RowPieces, keep_rows, make_rng, scale
 
 P, D, V, STAT = torch.randn(2, 3, 7), torch.randn(3, 7), torch.randn(7), torch.rand(3)
 MASK = Mask(RNG, 0.3, site=2, first_row=1, batch=2)
@@ -178,6 +178,26 @@ def test_shards_of_rows(norm):
         assert torch.equal(sample, h[b::3])
     for other in (dict(site=1), dict(first_row=3), dict(rng=make_rng(1, 4, 2))):
         assert not torch.equal(draw(parts, residual, batch=3, **other)[0], h)
+
+
+@pytest.mark.parametrize("leaves", [0, 2])
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("width", [9, pytest.param(40000, marks=pytest.mark.slow)])
+def test_rows_in_two_pieces(norm, width, leaves):
+    """Those of two calls bitwise, rows' gradients too: a leaf and a block of rows of a CPU have theirs in either."""
+    present, options = NORMS[norm]
+    parts, bias, residual, *rest = inputs(R=2, m=12, D=width, dtype=FP32, **present)
+    calls = (slice(0, 12), RowPieces(5, split=7, second_row=60)), (slice(0, 7), 5), (slice(7, 12), 60)
+    made = []
+    for rows, first_row in calls:
+        p, r = parts[:, rows].detach().requires_grad_(), residual[rows].detach().requires_grad_()
+        sums = leaves if rows == slice(0, 12) else 0
+        where = dict(rng=RNG, p=0.4, batch=3, first_row=first_row, leaves=sums)
+        h, n, _ = fused(p, bias, r, *rest, **options, **where)
+        made.append((h, n[0], *torch.autograd.grad((h * h).sum() + n.sin().sum(), (p, r))))
+    close = dict(rtol=0, atol=0) if leaves == 0 else dict(rtol=1e-5, atol=1e-5)  # leaves add parts as a tree
+    for whole, *pieces in zip(*made, strict=True):
+        torch.testing.assert_close(torch.cat(pieces, -2), whole, **close)
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])

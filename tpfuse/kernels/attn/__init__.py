@@ -1,4 +1,4 @@
-"""Attention on the fused qkv.
+"""Attention on the fused qkv, and of a chunk of queries over all keys.
 
 config           launch parameters, and which form a kernel takes
 cpu              blocked implementation for CPUs
@@ -14,6 +14,6 @@ triton_records   what launchers hand to kernels, as records
 triton_tiles     Triton: what sees what, tiles of scores, rotation, the dropout mask
 """
 
-from .op import attention
+from .op import attention, attention_of_queries
 
-__all__ = ["attention"]
+__all__ = ["attention", "attention_of_queries"]

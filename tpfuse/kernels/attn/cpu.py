@@ -9,6 +9,10 @@ bench/kernels/cpu.py compares this with ATen's flash attention.
 A batched GEMM of another number of heads may add in another order.  With ``leaves`` it is made by as many calls, of so
 many heads each at every number of ranks, or by one call where that has their bits (runtime/shortcut.py); all else
 treats a head alike wherever it is.
+
+So may one of another number of queries.  The first and the last block of a chunk of queries are therefore those of a
+call over all positions, with zeros for the queries that are not here: o and dq have its bits, and dk and dv get nothing
+from them.
 """
 
 import functools
@@ -23,8 +27,8 @@ from ..runtime.errors import check
 from ..runtime.op import acc_dtype
 from ..runtime.philox import scale
 from ..runtime.shortcut import Shortcut
-from .options import INF, DecodeOptions, Options
-from .reference import angles, attention_decode_ref, by_head, heads, keep_mask, rotate
+from .options import INF, DecodeOptions, Options, QueryChunk, keys_in_range, query_positions
+from .reference import angles, attention_decode_ref, by_head, keep_mask, operands, rotate
 
 BLOCK = 128  # positions
 LONGEST = 8 * BLOCK
@@ -83,19 +87,60 @@ def _bmm(a: Tensor, b: Tensor, leaves: int) -> Tensor:
     return (_BMM if tried else _by_leaves)(a, b, leaves)
 
 
-class _Samples:
-    """The q [n G, Q, S, E], k and v [n G, S, E] of n samples, q and k rotated, and their blocks of query rows."""
+def _blocks(options: Options, spans: list[tuple[int, int]], start_row: int, end_row: int) -> Iterator[_QueryBlock]:
+    """Yields the blocks of the positions ``start_row`` to ``end_row``, none over the end of a span."""
+    for start, end in spans:
+        for a in range(max(start, start_row), min(end, end_row), BLOCK):
+            e = min(a + BLOCK, end, end_row)
+            begin, stop = keys_in_range(options, a, e)
+            yield _QueryBlock(a, e, max(start, begin), min(end, stop))
 
-    def __init__(self, samples: range, qkv: Tensor, options: Options, rotation: tuple[Tensor, Tensor] | None):
-        self.samples, self.options, self.acc, self.rotation = samples, options, acc_dtype(qkv), None
+
+def _whole_blocks(spans: list[tuple[int, int]], rows: slice) -> tuple[int, int]:
+    """Returns the positions ``rows``, extended by the rest of the blocks that the first and the last one lie in."""
+    begin, stop = rows.start, rows.stop
+    for start, end in spans:
+        if start < rows.start < end:
+            begin -= (rows.start - start) % BLOCK
+        if start < rows.stop < end:
+            stop = min(stop + (start - stop) % BLOCK, end)
+    return begin, stop
+
+
+class _Problem:
+    """The operands of a call by position, and what is the same for all of its samples.
+
+    ``here`` are the positions that have queries, ``reach`` those of their blocks, ``keys`` those that a query may see.
+    """
+
+    def __init__(self, x: Tensor, options: Options, chunk: QueryChunk | None):
+        self.options, self.acc = options, acc_dtype(x)
+        self.q, self.k, self.v = operands(x, options, chunk)
+        self.spans, self.rotation = documents(options), angles(options, self.acc)
+        self.here, self.keys = query_positions(options, chunk), slice(0, options.seq)
+        self.reach = self.here.start, self.here.stop
+        if chunk is not None:
+            self.reach = _whole_blocks(self.spans, self.here) if chunk.queries else self.reach
+            blocks = list(_blocks(options, self.spans, *self.reach))
+            begin = min((block.first_key for block in blocks), default=0)
+            self.keys = slice(begin, max((block.last_key for block in blocks), default=begin))
+
+
+class _Samples:
+    """The q [n G, Q, rows, E], k and v [n G, keys, E] of n samples, q and k rotated: of the positions that have
+    queries, and of those that a query may see."""
+
+    def __init__(self, samples: range, problem: _Problem):
+        options, self.here, self.keys = problem.options, problem.here, problem.keys
+        self.samples, self.options, self.acc, self.rotation = samples, options, problem.acc, None
         self.places = slice(samples.start, samples.stop)
-        q, k, v = (t[self.places] for t in heads(qkv, options.batch, options.seq))
-        if rotation is not None:
-            self.rotation = tuple(t[self.places] if len(t) > 1 else t for t in rotation)  # [n or 1, 1, 1, S, W / 2]
-        self.q = self.rotated(q).flatten(0, 1)
-        self.k = self.rotated(k).flatten(0, 2).contiguous()
+        q, k, v = problem.q[self.places], *(t[self.places, :, :, self.keys] for t in (problem.k, problem.v))
+        if problem.rotation is not None:  # [n or 1, 1, 1, S, W / 2]
+            self.rotation = tuple(t[self.places] if len(t) > 1 else t for t in problem.rotation)
+        self.q = self.rotated(q, self.here).flatten(0, 1)
+        self.k = self.rotated(k, self.keys).flatten(0, 2).contiguous()
         self.v = v.flatten(0, 2).contiguous()
-        _, self.Q, self.S, self.E = self.q.shape
+        self.Q = q.shape[2]
         self.kt = self.k.to(self.acc).transpose(1, 2)
         self.key_mask = None if options.key_mask is None else options.key_mask[self.places, None]
         self.bias = None
@@ -103,40 +148,49 @@ class _Samples:
             self.bias = options.bias.unflatten(0, q.shape[1:3] if len(options.bias) > 1 else (1, 1))
         self.may_see_nothing = options.key_mask is not None or options.bias is not None
 
-    def rotated(self, x: Tensor, back: bool = False) -> Tensor:
-        """Returns x [n, G, Q or 1, S, E] rotated, or with ``back`` rotated back."""
+    def rotated(self, x: Tensor, positions: slice, back: bool = False) -> Tensor:
+        """Returns x [n, G, Q or 1, positions, E] rotated, or with ``back`` rotated back."""
         if self.rotation is None:
             return x
-        cos, sin = self.rotation
+        cos, sin = (t[..., positions, :] for t in self.rotation)
         return rotate(x, cos, -sin if back else sin, self.options.interleaved)
 
     def by_sample(self, x: Tensor) -> Tensor:
         """Returns x [n G, ...] as [n, G, ...], a view."""
         return x.unflatten(0, (len(self.samples), -1))
 
-    def blocks(self, spans: list[tuple[int, int]], start_row: int, end_row: int) -> Iterator[_QueryBlock]:
-        """Yields the blocks of the positions ``start_row`` to ``end_row``, none over the end of a span."""
-        window, causal = self.options.window, self.options.causal
-        for start, end in spans:
-            for a in range(max(start, start_row), min(end, end_row), BLOCK):
-                e = min(a + BLOCK, end, end_row)
-                span = end - start if window is None else window
-                yield _QueryBlock(a, e, max(start, a - span + 1), e if causal else min(end, e + span - 1))
+    def columns(self, block: _QueryBlock) -> slice:
+        """Returns where the block's keys lie in k and v."""
+        return slice(block.first_key - self.keys.start, block.last_key - self.keys.start)
+
+    def queries(self, block: _QueryBlock) -> tuple[slice, slice]:
+        """Returns where the block's queries lie in q, and where in the block."""
+        start, stop = max(block.start, self.here.start), min(block.end, self.here.stop)
+        return slice(start - self.here.start, stop - self.here.start), slice(start - block.start, stop - block.start)
 
     def rows(self, x: Tensor, block: _QueryBlock) -> Tensor:
-        """Returns the block's rows of x [.., Q, S, E] as [n G, Q rows, E]."""
-        return x[..., block.start : block.end, :].reshape(-1, self.Q * (block.end - block.start), self.E)
+        """Returns the block's rows of x [.., Q, rows, E] as [n G, Q rows, E], 0 where there is no query."""
+        (queries, inside), count = self.queries(block), block.end - block.start
+        x = x[..., queries, :]
+        if inside != slice(0, count):
+            x = F.pad(x, (0, 0, inside.start, count - inside.stop))
+        return x.reshape(-1, self.Q * count, x.shape[-1])
 
     def by_row(self, x: Tensor, block: _QueryBlock) -> Tensor:
         """Returns x [n G, Q rows, ...] as [n, G, Q, rows, ...], a view."""
         return self.by_sample(x).unflatten(2, (self.Q, block.end - block.start))
+
+    def put(self, x: Tensor, block: _QueryBlock, y: Tensor) -> None:
+        """Writes the block's x [n G, Q rows, E] to its queries in y [n, G, Q, rows, E]."""
+        queries, inside = self.queries(block)
+        y[:, :, :, queries] = self.by_row(x, block)[:, :, :, inside]
 
     def scores(self, q: Tensor, block: _QueryBlock) -> tuple[Tensor, Tensor | None]:
         """Returns [n G, Q rows, keys], -inf where masked; and where scores are capped the tanh."""
         options, (a, e, lo, hi) = self.options, block
         window, softcap = options.window, options.softcap
         unit = options.scale if softcap is None else options.scale / softcap
-        s, tanh = _bmm(q.to(self.acc) * unit, self.kt[:, :, lo:hi], options.leaves), None
+        s, tanh = _bmm(q.to(self.acc) * unit, self.kt[:, :, self.columns(block)], options.leaves), None
         if softcap is not None:
             tanh = s.tanh_()
             s = tanh * softcap
@@ -169,31 +223,32 @@ def _together(options: Options, heads: int) -> list[range]:
     return [range(b, min(b + count, options.batch)) for b in range(0, options.batch, count)]
 
 
-def _has_gaps(qkv: Tensor, options: Options) -> bool:
-    """Tells whether some rows lie in no document, which ``attend`` therefore does not fill."""
-    return len(qkv) > options.seq * options.batch or options.cu_seqlens is not None
+def _output(x: Tensor, shape: tuple[int, ...], rows: int, options: Options) -> Tensor:
+    """Returns a tensor of ``shape`` of whose first ``rows`` ``attend`` fills those that lie in documents; the others
+    are 0."""
+    has_gaps = shape[0] > rows or options.cu_seqlens is not None
+    return (x.new_zeros if has_gaps else x.new_empty)(shape)
 
 
 class Forward:
     """Fills o [M, G Q E] and lse [B, H, S] position by position: ``attend`` to all of :meth:`samples` and every range,
-    in any order."""
+    in any order.  x is qkv, or with a chunk its q, of whose positions alone there are rows then."""
 
-    def __init__(self, qkv: Tensor, options: Options):
-        batch, seq, (M, G, slots, E) = options.batch, options.seq, qkv.shape
-        self.qkv, self.options = qkv, options
-        self.spans, self.rotation = documents(options), angles(options, acc_dtype(qkv))
-        self.o = (qkv.new_zeros if _has_gaps(qkv, options) else qkv.new_empty)(M, G * (slots - 2) * E)
-        self.lse = qkv.new_full((batch, G * (slots - 2), seq), INF, dtype=acc_dtype(qkv))
-        self._o = by_head(self.o, batch, seq, (G, slots - 2))
-        self._lse = self.lse.unflatten(1, (G, slots - 2))
+    def __init__(self, x: Tensor, options: Options, chunk: QueryChunk | None = None):
+        self.options, self.problem = options, _Problem(x, options, chunk)
+        batch, G, Q, n, E = self.problem.q.shape
+        self.o = _output(x, (len(x), G * Q * E), n * batch, options)
+        self.lse = x.new_full((batch, G * Q, n), INF, dtype=acc_dtype(x))
+        self._o = by_head(self.o, batch, n, (G, Q))
+        self._lse = self.lse.unflatten(1, (G, Q))[..., None]
 
     def samples(self) -> Iterator[_Samples]:
         for together in _together(self.options, heads=self.lse.shape[1]):
-            yield _Samples(together, self.qkv, self.options, self.rotation)
+            yield _Samples(together, self.problem)
 
     def attend(self, samples: _Samples, start_row: int, end_row: int) -> None:
         """Computes o and lse of the queries at positions ``start_row`` to ``end_row``."""
-        for block in samples.blocks(self.spans, start_row, end_row):
+        for block in _blocks(self.options, self.problem.spans, start_row, end_row):
             s, _ = samples.scores(samples.rows(samples.q, block), block)
             top, probs = s.amax(-1, keepdim=True), torch.softmax(s, -1)
             lse = top - probs.amax(-1, keepdim=True).log()
@@ -203,20 +258,18 @@ class Forward:
                 probs.masked_fill_(hidden, 0)
             if self.options.rng is not None:
                 probs *= samples.keep_mask(block).mul_(scale(self.options.p))
-            values = samples.v[:, block.first_key : block.last_key]
-            o = _bmm(probs.to(self.o.dtype), values, self.options.leaves)
-            rows = slice(block.start, block.end)
-            self._o[samples.places, :, :, rows] = samples.by_row(o, block)
-            self._lse[samples.places, :, :, rows] = samples.by_row(lse, block)[..., 0]
+            o = _bmm(probs.to(self.o.dtype), samples.v[:, samples.columns(block)], self.options.leaves)
+            samples.put(o, block, self._o[samples.places])
+            samples.put(lse, block, self._lse[samples.places])
 
 
 class _Gradients(NamedTuple):
     """Some samples in backward: the gradients of their rotated q and k, and of v, as they are added up."""
 
     samples: _Samples
-    vt: Tensor  # v' [n G, E, S]
-    dq: Tensor  # [n, G, Q, S, E]
-    dk: Tensor  # [n G, S, E]
+    vt: Tensor  # v' [n G, E, keys]
+    dq: Tensor  # [n, G, Q, rows, E]
+    dk: Tensor  # [n G, keys, E]
     dv: Tensor
 
 
@@ -224,31 +277,36 @@ class Backward:
     """Fills dqkv [M, G, Q + 2, E]: ``attend`` to all of :meth:`samples` and every range, whose rows of do must be
     there, then ``finish`` all of them.
 
-    Gradients of keys and values are added in the order of the ranges.
+    Gradients of keys and values are added in the order of the ranges.  With a chunk x is its q, and in dqkv's place
+    ``dq`` [m, G, Q, E] and ``dkv`` [M, G, 2, E] are filled, the latter in the dtype of sums.
     """
 
-    def __init__(self, do: Tensor, qkv: Tensor, o: Tensor, options: Options):
-        batch, seq, (_, G, slots, _) = options.batch, options.seq, qkv.shape
-        self.qkv, self.options = qkv, options
-        self.spans, self.rotation = documents(options), angles(options, acc_dtype(qkv))
-        self.do, self.o = (by_head(t, batch, seq, (G, slots - 2)) for t in (do, o))
-        self.dqkv = (qkv.new_zeros if _has_gaps(qkv, options) else qkv.new_empty)(qkv.shape)
-        self._dq, self._dk, self._dv = heads(self.dqkv, batch, seq)
+    def __init__(self, do: Tensor, x: Tensor, o: Tensor, options: Options, chunk: QueryChunk | None = None):
+        self.options, self.problem, self.dtype = options, _Problem(x, options, chunk), x.dtype
+        batch, G, Q, n, _ = self.problem.q.shape
+        self.do, self.o = (by_head(t, batch, n, (G, Q)) for t in (do, o))
+        filled = _output(x, x.shape, n * batch, options)
+        if chunk is None:
+            self.dqkv = filled
+        else:
+            self.dq, self.dkv = filled, chunk.kv.new_zeros(chunk.kv.shape, dtype=acc_dtype(x))
+            chunk = chunk._replace(kv=self.dkv)
+        self._dq, self._dk, self._dv = operands(filled, options, chunk)
 
     def samples(self) -> Iterator[_Gradients]:
         G, Q = self._dq.shape[1:3]
         for together in _together(self.options, heads=G * Q):
-            samples = _Samples(together, self.qkv, self.options, self.rotation)
+            samples = _Samples(together, self.problem)
             zeros = functools.partial(torch.zeros_like, dtype=samples.acc)
-            dq = self._dq[samples.places] if self.rotation is None else samples.by_sample(zeros(samples.q))
+            dq = self._dq[samples.places] if samples.rotation is None else samples.by_sample(zeros(samples.q))
             vt = samples.v.to(samples.acc).transpose(1, 2)
             yield _Gradients(samples, vt, dq, dk=zeros(samples.k), dv=zeros(samples.k))
 
     def attend(self, gradients: _Gradients, start_row: int, end_row: int) -> None:
         """Adds the gradients that come from the queries at positions ``start_row`` to ``end_row``."""
-        (samples, vt, dq, dk, dv), options, dtype = gradients, self.options, self.qkv.dtype
-        for block in samples.blocks(self.spans, start_row, end_row):
-            keys = slice(block.first_key, block.last_key)
+        (samples, vt, dq, dk, dv), options, dtype = gradients, self.options, self.dtype
+        for block in _blocks(options, self.problem.spans, start_row, end_row):
+            keys = samples.columns(block)
             q, do, o = (samples.rows(t, block) for t in (samples.q, self.do[samples.places], self.o[samples.places]))
             s, tanh = samples.scores(q, block)
             probs = torch.softmax(s, -1)
@@ -265,32 +323,42 @@ class Backward:
             if tanh is not None:
                 ds.mul_(tanh.square_().neg_().add_(1))
             ds = ds.to(dtype)
-            block_dq = _bmm(ds, samples.k[:, keys], options.leaves).mul_(options.scale)
-            dq[..., block.start : block.end, :] = samples.by_row(block_dq, block)
+            samples.put(_bmm(ds, samples.k[:, keys], options.leaves).mul_(options.scale), block, dq)
             dk[:, keys] += _bmm(ds.transpose(1, 2), q, options.leaves)
 
     def finish(self, gradients: _Gradients) -> None:
         samples = gradients.samples
-        if self.rotation is not None:
-            self._dq[samples.places] = samples.rotated(gradients.dq, back=True)
+        if samples.rotation is not None:
+            self._dq[samples.places] = samples.rotated(gradients.dq, samples.here, back=True)
         dk, dv = (samples.by_sample(t)[:, :, None] for t in (gradients.dk.mul_(self.options.scale), gradients.dv))
-        self._dk[samples.places] = samples.rotated(dk, back=True)
-        self._dv[samples.places] = dv
+        self._dk[samples.places, :, :, samples.keys] = samples.rotated(dk, samples.keys, back=True)
+        self._dv[samples.places, :, :, samples.keys] = dv
 
 
-def fwd_cpu(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    forward = Forward(qkv, options)
+def fwd_cpu(x: Tensor, options: Options, chunk: QueryChunk | None = None) -> tuple[Tensor, Tensor]:
+    forward = Forward(x, options, chunk)
     for samples in forward.samples():
-        forward.attend(samples, 0, options.seq)
+        forward.attend(samples, *forward.problem.reach)
     return forward.o, forward.lse
 
 
-def bwd_cpu(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, options: Options) -> Tensor:
-    backward = Backward(do, qkv, o, options)
+def _backward(do: Tensor, x: Tensor, o: Tensor, options: Options, chunk: QueryChunk | None) -> Backward:
+    backward = Backward(do, x, o, options, chunk=chunk)
     for gradients in backward.samples():
-        backward.attend(gradients, 0, options.seq)
+        backward.attend(gradients, *backward.problem.reach)
         backward.finish(gradients)
-    return backward.dqkv
+    return backward
+
+
+def bwd_cpu(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, options: Options) -> Tensor:
+    return _backward(do, qkv, o, options=options, chunk=None).dqkv
+
+
+def of_queries_bwd_cpu(
+    do: Tensor, q: Tensor, chunk: QueryChunk, o: Tensor, lse: Tensor, options: Options
+) -> tuple[Tensor, Tensor]:
+    backward = _backward(do, q, o, options=options, chunk=chunk)
+    return backward.dq, backward.dkv
 
 
 def decode(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions) -> Tensor:

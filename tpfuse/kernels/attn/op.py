@@ -1,5 +1,5 @@
-"""Attention on the fused qkv: causal, key-padding, window and document masks, grouped heads, rotary positions,
-soft-capped scores, an additive bias, and dropout in global coordinates.
+"""Attention on the fused qkv, and of a chunk of queries over all keys: causal, key-padding, window and document masks,
+grouped heads, rotary positions, soft-capped scores, an additive bias, and dropout in global coordinates.
 
     q, k = rotate(q), rotate(k)     z = scale q k'     S = softcap tanh(z / softcap) + bias
     P = softmax(S)                  o = dropout(P) v
@@ -16,6 +16,12 @@ to qkv's dtype, so that a cache of rotated keys holds what attention multiplies.
 its lse is +inf, so that exp(S - lse) is 0 in backward too.  Query i sees key j where j <= i (causal), |i - j| < window
 and both lie in one interval of cu_seqlens.  The mask of a probability is counted by (query position, site <<
 16 | global query head, key position, sample), whatever the documents; nothing of it is saved.
+
+A chunk of queries lies at n contiguous positions of every sample: q [m, G, Q, E] with row (s - first) B + b, and kv
+[M, G, 2, E], k and v of all positions, not rotated.  It gives o [m, G Q E] and lse [B, H, n], and in backward dq in q's
+dtype and dkv [M, G, 2, E] in fp32 (fp64 for fp64): its own part, rotated back and not rounded, which callers add up
+over chunks.  o, lse and dq have the bits of a call over all positions, wherever the chunk begins and ends: its tiles,
+or on a CPU its blocks, are those of that call, with nothing in the rows of others.  dk and dv are equal to rounding.
 """
 
 from typing import Any
@@ -26,14 +32,20 @@ from ..runtime.function import Function, once_differentiable
 from ..runtime.op import ATTENTION, acc_dtype, autocast, op
 from ..runtime.philox import active_rng
 from ..runtime.tiles import check_tiles_device
-from .cpu import bwd_cpu, fwd_cpu
+from .cpu import bwd_cpu, fwd_cpu, of_queries_bwd_cpu
 from .cpu import decode as decode_cpu
 from .decode import decode_cost, decode_launch
-from .options import TENSORS, DecodeOptions, Options, check_options, default_seq
-from .reference import attention_bwd_ref, attention_decode_ref, attention_fwd_ref
+from .options import TENSORS, DecodeOptions, Options, QueryChunk, check_chunk, check_options, default_seq
+from .reference import (
+    attention_bwd_ref,
+    attention_decode_ref,
+    attention_fwd_ref,
+    attention_of_queries_bwd_ref,
+    attention_of_queries_fwd_ref,
+)
 from .tiles import fwd_tiles
-from .triton_backward import bwd_cost, bwd_launch
-from .triton_forward import fwd_cost, fwd_launch
+from .triton_backward import bwd_cost, bwd_launch, of_queries_bwd_cost, of_queries_bwd_launch
+from .triton_forward import fwd_cost, fwd_launch, of_queries_fwd_cost, of_queries_fwd_launch
 
 # ---- ops ----
 
@@ -52,14 +64,35 @@ def _decode_fake(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions) -> Ten
     return q.new_empty(len(q), q[0].numel())
 
 
+def _of_queries_fwd_fake(q: Tensor, chunk: QueryChunk, options: Options) -> tuple[Tensor, Tensor]:
+    m, G, Q, E = q.shape
+    return q.new_empty(m, G * Q * E), q.new_empty(options.batch, G * Q, chunk.queries, dtype=acc_dtype(q))
+
+
+def _of_queries_bwd_fake(
+    do: Tensor, q: Tensor, chunk: QueryChunk, o: Tensor, lse: Tensor, options: Options
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), chunk.kv.new_empty(chunk.kv.shape, dtype=acc_dtype(q))
+
+
 def _fwd_cpu(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     return fwd_tiles(qkv, options) if options.tile else fwd_cpu(qkv, options)
+
+
+def _of_queries_fwd_cpu(q: Tensor, chunk: QueryChunk, options: Options) -> tuple[Tensor, Tensor]:
+    return (fwd_tiles if options.tile else fwd_cpu)(q, options, chunk)
 
 
 def _check_fwd(qkv: Tensor, options: Options) -> None:
     check_options(qkv.shape, options)
     if options.tile:
         check_tiles_device("attention", qkv)
+
+
+def _check_of_queries(q: Tensor, chunk: QueryChunk, options: Options) -> None:
+    check_chunk(q, chunk, options)
+    if options.tile:
+        check_tiles_device("attention_of_queries", q)
 
 
 attention_fwd = op(
@@ -69,6 +102,14 @@ attention_fwd = op(
 attention_bwd = op(
     attention_bwd_ref, kind=ATTENTION, launch=bwd_launch, cpu=bwd_cpu, fake=_bwd_fake, replay=True, cost=bwd_cost
 )
+attention_of_queries_fwd = op(
+    attention_of_queries_fwd_ref, kind=ATTENTION, launch=of_queries_fwd_launch, cpu=_of_queries_fwd_cpu,
+    fake=_of_queries_fwd_fake, check=_check_of_queries, replay=True, cost=of_queries_fwd_cost,
+)  # fmt: skip
+attention_of_queries_bwd = op(
+    attention_of_queries_bwd_ref, kind=ATTENTION, launch=of_queries_bwd_launch, cpu=of_queries_bwd_cpu,
+    fake=_of_queries_bwd_fake, replay=True, cost=of_queries_bwd_cost,
+)  # fmt: skip
 attention_decode = op(
     attention_decode_ref, kind=ATTENTION, launch=decode_launch, cpu=decode_cpu, fake=_decode_fake, cost=decode_cost
 )
@@ -92,6 +133,25 @@ class _Attention(Function):
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # qkv, o, lse, then the options' tensors
         return attention_bwd(do.contiguous(), *saved[:3], Options(*saved[3:], *ctx.numbers)), None
+
+
+class _AttentionOfQueries(Function):
+    """dkv is rounded to kv's dtype; who adds up those of several chunks calls attention_of_queries_bwd."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, kv: Tensor, start: int, queries: int, options: Options) -> Tensor:
+        o, lse = attention_of_queries_fwd(q, QueryChunk(kv, start, queries), options)
+        ctx.save_for_backward(q, kv, o, lse, *options[:TENSORS])
+        ctx.numbers = start, queries, options[TENSORS:]
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        (q, kv, o, lse, *tensors), (start, queries, constants) = ctx.saved_tensors, ctx.numbers
+        chunk, options = QueryChunk(kv, start, queries), Options(*tensors, *constants)
+        dq, dkv = attention_of_queries_bwd(do.contiguous(), q, chunk, o, lse=lse, options=options)
+        return dq, dkv.to(kv.dtype), None, None, None
 
 
 # ---- public ----
@@ -159,4 +219,67 @@ def attend(qkv: Tensor, options: Options) -> Tensor:
     """Computes :func:`attention` of its arguments as one record."""
     (qkv,) = autocast(qkv)
     output: Tensor = _Attention.apply(qkv.contiguous(), options)
+    return output
+
+
+def attention_of_queries(
+    q: Tensor,
+    kv: Tensor,
+    *,
+    first_query: int,
+    queries: int | None = None,
+    batch: int,
+    seq: int | None = None,
+    causal: bool,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    positions: Tensor | None = None,
+    interleaved: bool = False,
+    p: float = 0.0,
+    rng: Tensor | None = None,
+    site: int = 0,
+    first_head: int = 0,
+) -> Tensor:
+    """Computes :func:`attention` of the queries at some positions alone, over the keys of all: what a rank does that
+    has a chunk of every sequence, and has gathered all keys and values.
+
+    q [m, G, Q, E] holds ``queries`` positions of every sample (default m / batch; may be 0) from ``first_query`` on:
+    row (s - first_query) * batch + b is position s of sample b; rows beyond are padding.  kv [M, G, 2, E], of q's
+    dtype, holds k and v of all ``seq`` positions (default M / batch) in rows s * batch + b; neither is rotated.
+    Everything else, ``key_mask``, ``cu_seqlens``, ``bias`` and ``positions`` included, is of all positions, as
+    :func:`attention` has it.  Returns o [m, G Q E] in q's dtype, 0 in rows of padding.
+
+    Bits: o and q's gradient are those of the matching rows of :func:`attention`, wherever chunks begin and end, on a
+    CPU and of the same kernels (a GPU's plain calls of :func:`attention` may take torch's own); so are masks.  kv's
+    gradient is this call's part, in fp32 until it is rounded to kv's dtype; parts add up to that of all queries.
+
+    Raises ValueError where :func:`attention` would, for q and kv that are not alike, and for positions beyond seq.
+    """
+    if q.dim() != 4 or kv.dim() != 4:
+        raise ValueError(
+            f"attention_of_queries: q must be [m, G, Q, E] and kv [M, G, 2, E], got {tuple(q.shape)} and"
+            f" {tuple(kv.shape)}"
+        )
+    options = Options(
+        key_mask=key_mask, cu_seqlens=cu_seqlens, bias=bias, cos=cos, sin=sin, positions=positions,
+        rng=active_rng("attention_of_queries", p, rng), batch=batch,
+        seq=default_seq(len(kv), batch) if seq is None else seq, max_seqlen=max_seqlen, causal=causal, window=window,
+        scale=q.shape[3] ** -0.5 if scale is None else scale, softcap=softcap, interleaved=interleaved, p=p, site=site,
+        first_head=first_head,
+    )  # fmt: skip
+    count = default_seq(len(q), batch) if queries is None else queries
+    return attend_queries(q, QueryChunk(kv, first_query, count), options)
+
+
+def attend_queries(q: Tensor, chunk: QueryChunk, options: Options) -> Tensor:
+    """Computes :func:`attention_of_queries` of its arguments as records."""
+    q, kv = autocast(q, chunk.kv)
+    output: Tensor = _AttentionOfQueries.apply(q, kv, chunk.start, chunk.queries, options)
     return output

@@ -46,6 +46,18 @@ class Options(NamedTuple):
 TENSORS: Final = 7
 
 
+class QueryChunk(NamedTuple):
+    """The positions of a call's queries, where they are not all, and the keys and values of all positions."""
+
+    kv: Tensor  # [M, G, 2, E], row s B + b: k and v of each group
+    start: int  # position of the first query
+    queries: int  # positions with queries
+
+    @property
+    def end(self) -> int:
+        return self.start + self.queries
+
+
 class DecodeOptions(NamedTuple):
     """The arguments of attention_decode after q, k and v."""
 
@@ -56,20 +68,43 @@ class DecodeOptions(NamedTuple):
     softcap: float | None
 
 
-def scores(qkv: Tensor, options: Options) -> tuple[int, int]:
-    """Returns how many scores causal and window leave, and how many are computed.
+def query_positions(options: Options, chunk: QueryChunk | None) -> slice:
+    """Returns the positions of a call's queries: all without a chunk."""
+    return slice(0, options.seq) if chunk is None else slice(chunk.start, chunk.end)
+
+
+def keys_in_range(options: Options, start: int, end: int) -> tuple[int, int]:
+    """Returns the first key that causal and window let any query at positions ``start`` to ``end`` see, and the one
+    behind the last."""
+    span = options.seq if options.window is None else min(options.window, options.seq)
+    return max(0, start - span + 1), end if options.causal else min(end + span - 1, options.seq)
+
+
+def scores(x: Tensor, options: Options, chunk: QueryChunk | None = None) -> tuple[int, int]:
+    """Returns how many scores causal and window leave of x, which is qkv or a chunk's q, and how many are computed.
 
     A product over the first is 2 E flops each; a triangle of n rows counts n^2 / 2, as is customary.  The second is
     counted in tiles of 128 queries with the keys that any of them sees.  Documents are not known from shapes.
     """
-    S, heads = options.seq, options.batch * qkv.shape[1] * (qkv.shape[2] - 2)
-    span, computed = S if options.window is None else min(options.window, S), 0
-    for start in range(0, S, 128):
-        end = min(start + 128, S)
-        end_key = end if options.causal else min(end + span - 1, S)
-        computed += (end - start) * (end_key - max(0, start - span + 1))
-    left = span * (2 * S - span) // 2 if options.causal else S * (2 * span - 1) - span * (span - 1)
-    return heads * left, heads * computed
+    S, rows, computed = options.seq, query_positions(options, chunk), 0
+    heads = options.batch * x.shape[1] * (x.shape[2] - (2 if chunk is None else 0))
+    for start in range(rows.start, rows.stop, 128):
+        end = min(start + 128, rows.stop)
+        begin, stop = keys_in_range(options, start, end)
+        computed += (end - start) * (stop - begin)
+    span = S if options.window is None else min(options.window, S)
+
+    def twice_before(position: int) -> int:
+        """Returns twice the number of scores of the queries before ``position`` with keys up to their own."""
+        reach = min(span, position)
+        return reach * (2 * position - reach + 1)
+
+    left = twice_before(rows.stop) - twice_before(rows.start)
+    if options.causal:
+        left -= min(span, rows.stop) - min(span, rows.start)
+    else:  # keys behind a query are those before it, counted from the other end; its own is counted twice
+        left += twice_before(S - rows.start) - twice_before(S - rows.stop) - 2 * (rows.stop - rows.start)
+    return heads * (left // 2), heads * computed
 
 
 # ---- checks ----
@@ -97,6 +132,22 @@ def check_width(x: Tensor) -> None:
     E = x.shape[-1]
     fits = E <= GPU_WIDTH or target(x.device).arch == "cpu"
     check(fits, f"attention: on a GPU a head has at most {GPU_WIDTH} columns (fp64 excepted), got {E}")
+
+
+def check_chunk(q: Tensor, chunk: QueryChunk, options: Options) -> None:
+    """Raises the ValueError of ``attention_of_queries`` for shapes, positions and options that break its rules."""
+    kv, batch, seq, name = chunk.kv, options.batch, options.seq, "attention_of_queries"
+    alike = q.dim() == kv.dim() == 4 and kv.shape[1:] == (q.shape[1], 2, q.shape[3]) and min(q.shape[2:]) >= 1
+    if not alike or q.dtype != kv.dtype:
+        raise ValueError(
+            f"{name}: q must be [m, G, Q, E] and kv [M, G, 2, E], of one dtype, got {described(q)} and {described(kv)}"
+        )
+    check_numbers(name, dict(first_query=chunk.start, queries=chunk.queries), dict(first_query=WHOLE, queries=WHOLE))
+    check_options((len(kv), q.shape[1], q.shape[2] + 2, q.shape[3]), options)
+    if chunk.end > seq:
+        raise ValueError(f"{name}: first_query + queries = {chunk.start} + {chunk.queries} are more than seq = {seq}")
+    if chunk.queries * batch > len(q):
+        raise ValueError(f"{name}: queries x batch = {chunk.queries} x {batch} rows are more than q's {len(q)}")
 
 
 def default_seq(rows: int, batch: int) -> int:

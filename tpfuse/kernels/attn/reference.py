@@ -7,15 +7,28 @@ from torch import Tensor
 from ..runtime.op import acc_dtype
 from ..runtime.philox import keep, mask_key
 from ..runtime.philox import scale as keep_scale
-from .options import INF, DecodeOptions, Options
+from .options import INF, DecodeOptions, Options, QueryChunk, query_positions
 
 # ---- shared with the CPU implementation ----
 
 
 def heads(qkv: Tensor, batch: int, seq: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns q [B, G, Q, S, E], k and v [B, G, 1, S, E], as views."""
-    t = qkv[: seq * batch].unflatten(0, (seq, batch)).permute(1, 2, 3, 0, 4)
+    t = by_position(qkv, batch, seq)
     return t[:, :, :-2], t[:, :, -2:-1], t[:, :, -1:]
+
+
+def operands(x: Tensor, options: Options, chunk: QueryChunk | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns q [B, G, Q, n, E], k and v [B, G, 1, S, E], as views of x: qkv, or a chunk's q [m, G, Q, E]."""
+    if chunk is None:
+        return heads(x, options.batch, options.seq)
+    k, v = by_position(chunk.kv, options.batch, options.seq).split(1, 2)
+    return by_position(x, options.batch, chunk.queries), k, v
+
+
+def by_position(x: Tensor, batch: int, positions: int) -> Tensor:
+    """Returns x [M, G, slots, E] as [B, G, slots, positions, E], a view."""
+    return x[: positions * batch].unflatten(0, (positions, batch)).permute(1, 2, 3, 0, 4)
 
 
 def by_head(o: Tensor, batch: int, seq: int, groups: tuple[int, ...]) -> Tensor:
@@ -89,62 +102,96 @@ def visible(options: Options, device: torch.device) -> Tensor:
     return allowed if options.key_mask is None else allowed & options.key_mask[:, None, None, None]
 
 
-def _dense(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | float]:
-    """Returns q [B, G, Q, S, E], k and v [B, G, 1, S, E], rotated and in fp32; S [B, G, Q, S, S], -inf where masked;
+def _dense(
+    x: Tensor, options: Options, chunk: QueryChunk | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | float]:
+    """Returns q [B, G, Q, n, E], k and v [B, G, 1, S, E], rotated and in fp32; S [B, G, Q, n, S], -inf where masked;
     and scale dS / dz."""
-    q, k, v = heads(qkv, options.batch, options.seq)
-    rotation = angles(options, acc_dtype(qkv))
+    (q, k, v), rows = operands(x, options, chunk), query_positions(options, chunk)
+    rotation = angles(options, acc_dtype(x))
     if rotation is not None:
-        q, k = rotate(q, *rotation, options.interleaved), rotate(k, *rotation, options.interleaved)
-    q, k, v = (t.to(acc_dtype(qkv)) for t in (q, k, v))
+        cos, sin = rotation
+        q = rotate(q, cos[..., rows, :], sin[..., rows, :], options.interleaved)
+        k = rotate(k, cos, sin, options.interleaved)
+    q, k, v = (t.to(acc_dtype(x)) for t in (q, k, v))
     s = q @ k.transpose(-1, -2) * options.scale
     slope: Tensor | float = options.scale
     if options.softcap is not None:
         tanh = torch.tanh(s / options.softcap)
         s, slope = options.softcap * tanh, options.scale * (1 - tanh.square())
     if options.bias is not None:
-        s = s + options.bias.to(s.dtype).unflatten(0, q.shape[1:3] if len(options.bias) > 1 else (1, 1))
-    return q, k, v, s.masked_fill(~visible(options, qkv.device), -INF), slope
+        bias = options.bias[:, rows].to(s.dtype)
+        s = s + bias.unflatten(0, q.shape[1:3] if len(bias) > 1 else (1, 1))
+    return q, k, v, s.masked_fill(~visible(options, x.device)[..., rows, :], -INF), slope
 
 
-def _scaled_mask(options: Options, probs: Tensor) -> Tensor | float:
-    """Returns 0 or 1 / (1 - p) for every probability [B, G, Q, S, S]."""
+def _scaled_mask(options: Options, probs: Tensor, rows: slice) -> Tensor | float:
+    """Returns 0 or 1 / (1 - p) for every probability [B, G, Q, n, S] of the queries at positions ``rows``."""
     if options.rng is None:
         return 1.0
-    B, G, Q, S, _ = probs.shape
-    rows, samples = torch.arange(S, device=probs.device), torch.arange(B, device=probs.device)
-    mask = keep_mask(options, rows, samples, heads=G * Q, keys=range(S), dtype=probs.dtype)
+    B, G, Q, _, S = probs.shape
+    positions = torch.arange(rows.start, rows.stop, device=probs.device)
+    samples = torch.arange(B, device=probs.device)
+    mask = keep_mask(options, positions, samples, heads=G * Q, keys=range(S), dtype=probs.dtype)
     return mask.unflatten(1, (G, Q)) * keep_scale(options.p)
 
 
-def _pad(x: Tensor, rows: int) -> Tensor:
-    """Returns x [S B, ...] as [rows, ...], zero beyond."""
-    return x.contiguous() if len(x) == rows else torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
+def _by_row(x: Tensor, rows: int) -> Tensor:
+    """Returns x [B, G, slots, n, E] as [rows, G, slots, E], zero beyond n B; contiguous."""
+    flat = x.permute(3, 0, 1, 2, 4).flatten(0, 1)
+    return (
+        flat.contiguous() if len(flat) == rows else torch.cat([flat, flat.new_zeros(rows - len(flat), *flat.shape[1:])])
+    )
 
 
-def attention_fwd_ref(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    _, _, v, s, _ = _dense(qkv, options)
+def _forward(x: Tensor, options: Options, chunk: QueryChunk | None) -> tuple[Tensor, Tensor]:
+    _, _, v, s, _ = _dense(x, options, chunk)
     lse = torch.logsumexp(s, -1)
     lse = torch.where(lse == -INF, INF, lse)
     probs = torch.exp(s - lse[..., None])
-    o = (probs * _scaled_mask(options, probs) @ v).to(qkv.dtype).permute(3, 0, 1, 2, 4).flatten(2).flatten(0, 1)
-    return _pad(o, len(qkv)), lse.flatten(1, 2).clone()
+    o = (probs * _scaled_mask(options, probs, query_positions(options, chunk)) @ v).to(x.dtype)
+    return _by_row(o, len(x)).flatten(1), lse.flatten(1, 2).clone()
 
 
-def attention_bwd_ref(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, options: Options) -> Tensor:
-    q, k, v, s, slope = _dense(qkv, options)
-    probs = torch.exp(s - lse.unflatten(1, q.shape[1:3])[..., None])
-    do, o = (by_head(t, options.batch, options.seq, q.shape[1:3]).to(s.dtype) for t in (do, o))
-    mask = _scaled_mask(options, probs)
+def _backward(
+    do: Tensor, x: Tensor, o: Tensor, lse: Tensor, options: Options, chunk: QueryChunk | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns dq [B, G, Q, n, E], dk and dv [B, G, 1, S, E] in the dtype of sums."""
+    q, k, v, s, slope = _dense(x, options, chunk)
+    rows, groups = query_positions(options, chunk), (q.shape[1], q.shape[2])
+    probs = torch.exp(s - lse.unflatten(1, groups)[..., None])
+    do, o = (by_head(t, options.batch, q.shape[3], groups).to(s.dtype) for t in (do, o))
+    mask = _scaled_mask(options, probs, rows)
     dz = probs * (do @ v.transpose(-1, -2) * mask - (do * o).sum(-1, keepdim=True)) * slope
     dq, dk = dz @ k, (dz.transpose(-1, -2) @ q).sum(2, keepdim=True)
     dv = ((probs * mask).transpose(-1, -2) @ do).sum(2, keepdim=True)
     rotation = angles(options, s.dtype)
     if rotation is not None:
         cos, sin = rotation
-        dq, dk = (rotate(t, cos, -sin, options.interleaved) for t in (dq, dk))
-    dqkv = torch.cat([dq, dk, dv], 2).to(qkv.dtype).permute(3, 0, 1, 2, 4)
-    return _pad(dqkv.reshape(options.seq * options.batch, *qkv.shape[1:]), len(qkv))
+        dq = rotate(dq, cos[..., rows, :], -sin[..., rows, :], options.interleaved)
+        dk = rotate(dk, cos, -sin, options.interleaved)
+    return dq, dk, dv
+
+
+def attention_fwd_ref(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    return _forward(qkv, options, None)
+
+
+def attention_bwd_ref(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, options: Options) -> Tensor:
+    gradients = _backward(do, qkv, o, lse, options=options, chunk=None)
+    return _by_row(torch.cat(gradients, 2).to(qkv.dtype), len(qkv))
+
+
+def attention_of_queries_fwd_ref(q: Tensor, chunk: QueryChunk, options: Options) -> tuple[Tensor, Tensor]:
+    return _forward(q, options, chunk)
+
+
+def attention_of_queries_bwd_ref(
+    do: Tensor, q: Tensor, chunk: QueryChunk, o: Tensor, lse: Tensor, options: Options
+) -> tuple[Tensor, Tensor]:
+    """-> dq in q's dtype, and dkv in that of sums: of these queries alone."""
+    dq, dk, dv = _backward(do, q, o, lse, options=options, chunk=chunk)
+    return _by_row(dq.to(q.dtype), len(q)), _by_row(torch.cat([dk, dv], 2), len(chunk.kv))
 
 
 def attention_decode_ref(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions) -> Tensor:

@@ -25,8 +25,8 @@ from ..runtime.op import acc_dtype
 from ..runtime.philox import scale
 from ..runtime.tiles import check_alike
 from .cpu import documents
-from .options import INF, Options
-from .reference import angles, by_head, heads, keep_mask, rotate
+from .options import INF, Options, QueryChunk, query_positions
+from .reference import angles, by_head, keep_mask, operands, rotate
 
 KEYS = 64  # of a block
 _ABSENT = 1 << 40  # the column of a key that nobody sees
@@ -135,24 +135,29 @@ def _check_products(rows: int, E: int, dtype: torch.dtype) -> None:
 # ---- the op's forward ----
 
 
-def fwd_tiles(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """attention_fwd on a CPU, in tiles of ``options.tile`` queries."""
+def fwd_tiles(x: Tensor, options: Options, chunk: QueryChunk | None = None) -> tuple[Tensor, Tensor]:
+    """attention_fwd, or with a chunk attention_of_queries_fwd, on a CPU, in tiles of ``options.tile`` queries."""
     check(options.bias is None, "attention: an additive bias is not built for batch_invariant")
-    batch, seq, (M, G, slots, E) = options.batch, options.seq, qkv.shape
-    q, k, v = heads(qkv, batch, seq)
-    rotation = angles(options, acc_dtype(qkv))
+    (q, k, v), places = operands(x, options, chunk), query_positions(options, chunk)
+    rotation = angles(options, acc_dtype(x))
     if rotation is not None:
-        q, k = (rotate(t, *rotation, options.interleaved) for t in (q, k))
+        cos, sin = rotation
+        q = rotate(q, cos[..., places, :], sin[..., places, :], options.interleaved)
+        k = rotate(k, cos, sin, options.interleaved)
+    batch, G, Q, n, E = q.shape
     numbers = TileOptions(options.tile, options.causal, options.window, scale=options.scale, softcap=options.softcap)
-    keep = None if options.rng is None else _Keep(options, G, slots - 2, acc_dtype(qkv))
-    output = qkv.new_zeros(M, G * (slots - 2) * E)
-    lse = qkv.new_full((batch, G * (slots - 2), seq), INF, dtype=acc_dtype(qkv))
-    o_by_head, lse_by_head = by_head(output, batch, seq, (G, slots - 2)), lse.unflatten(1, (G, slots - 2))
+    keep = None if options.rng is None else _Keep(options, G, Q, acc_dtype(x))
+    output = x.new_zeros(len(x), G * Q * E)
+    lse = x.new_full((batch, G * Q, n), INF, dtype=acc_dtype(x))
+    o_by_head, lse_by_head = by_head(output, batch, n, (G, Q)), lse.unflatten(1, (G, Q))
     for start, stop in documents(options):
-        rows = slice(start, stop)
-        mask = None if options.key_mask is None else options.key_mask[:, rows]
-        keys = Keys.of(k[:, :, 0, rows], v[:, :, 0, rows], mask, start)
-        o, sums = attend_tiles(q[:, :, :, rows], keys, numbers, start=start, keep=keep)
+        begin, end = max(start, places.start), min(stop, places.stop)
+        if begin >= end:
+            continue
+        keys_of, rows = slice(start, stop), slice(begin - places.start, end - places.start)
+        mask = None if options.key_mask is None else options.key_mask[:, keys_of]
+        keys = Keys.of(k[:, :, 0, keys_of], v[:, :, 0, keys_of], mask, start)
+        o, sums = attend_tiles(q[:, :, :, rows], keys, numbers, start=begin, keep=keep)
         o_by_head[:, :, :, rows], lse_by_head[:, :, :, rows] = o, sums
     return output, lse
 

@@ -12,6 +12,7 @@ read their operands from shared memory, where descriptors bring q and do while t
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..runtime.launch import has_tma, launch, target
@@ -19,9 +20,9 @@ from ..runtime.leaves import placed
 from ..runtime.op import Cost, moved
 from ..runtime.triton import tl, triton
 from ..runtime.tuning import LaunchConfig
-from .config import config, default_config
-from .options import TENSORS, Options, check_width, scores
-from .triton_forward import prepare, rotated_bytes
+from .config import config, default_config, registers
+from .options import TENSORS, Options, QueryChunk, check_width, query_positions, scores
+from .triton_forward import Delta, kv_in_range, prepare, rotated_bytes
 from .triton_records import (
     Static,
     attending,
@@ -31,6 +32,7 @@ from .triton_records import (
     needs_padding,
     numbers_of,
     padded,
+    query_tiles,
     static_of,
     steps_of,
     strides_of,
@@ -38,15 +40,20 @@ from .triton_records import (
 )
 from .triton_tiles import (
     LOG2_E,
+    ChunkHead,
     Columns,
     Head,
     Rows,
+    before_chunk,
+    chunk_keys,
+    chunk_tiles,
     keep_mask_tile,
     key_order,
     keys_seen,
     load_tile,
     locate_head,
     nth_place,
+    present,
     queries_seeing,
     score_tile,
     store_rotated_back,
@@ -89,19 +96,26 @@ def _dkdv_tile(
     be 2^31 E elements."""
     S = head.S
     rows = start_m + tl.arange(0, BLOCK_M)
+    inside, count = rows, S
+    if hasattr(head, "chunk"):
+        count = head.chunk.end - head.chunk.start
+        if EDGE:
+            inside = present(rows, head.chunk, S)
     if TRANSPOSED:
         q = q.descriptor.load([start_m, q.first + i * STATIC.E_QK])
         do = do.descriptor.load([start_m, do.first + i * STATIC.E])
     else:
-        q = load_tile(Rows(q.ptr + i * STATIC.E_QK, q.stride), rows, S, EDGE, STATIC.E_QK, STATIC.BLOCK_E)
-        do = load_tile(Rows(do.ptr + i * STATIC.E, do.stride), rows, S, EDGE, STATIC.E, STATIC.BLOCK_E)
-    at = tl.minimum(rows, S - 1) if EDGE else rows
-    lse2 = tl.load(lse_ptr + i * S + at) * LOG2_E
-    delta = tl.load(delta_ptr + i * S + at)
+        q = load_tile(Rows(q.ptr + i * STATIC.E_QK, q.stride), inside, S, EDGE, STATIC.E_QK, STATIC.BLOCK_E)
+        do = load_tile(Rows(do.ptr + i * STATIC.E, do.stride), inside, S, EDGE, STATIC.E, STATIC.BLOCK_E)
+    nearest = tl.minimum(rows, S - 1) if EDGE else rows
+    if EDGE and hasattr(head, "chunk"):
+        nearest = tl.minimum(tl.maximum(rows, head.chunk.start), head.chunk.end - 1)
+    lse2 = tl.load(lse_ptr + i * count + nearest) * LOG2_E
+    delta = tl.load(delta_ptr + i * count + nearest)
     seen = None
     if EDGE:  # by rows, of which a thread has few, whereas it has many keys
         first, last = keys_seen(rows, head, STATIC)
-        seen = (keys[None, :] >= first[:, None]) & (keys[None, :] < last[:, None]) & (rows < S)[:, None]
+        seen = (keys[None, :] >= first[:, None]) & (keys[None, :] < last[:, None]) & (inside < S)[:, None]
     place = nth_place(head.place, i, head.numbers)
     head = Head(head.tensors, head.numbers, head.documents, head.B, head.S, head.b, place)
     p, kept, dp, slope = _probabilities(
@@ -133,8 +147,9 @@ def _dkdv_kernel(
     v_ptr,  # [M, G, E] in, the last dimension contiguous
     lse_ptr, delta_ptr,  # [B, H, S] in, fp32
     tensors,
-    dqkv_ptr,  # [M, G, Q + 2, E] out: the last two of every group
+    dqkv_ptr,  # [M, G, Q + 2, E] out: the last two of every group; of a chunk dkv [M, G, 2, E]
     do_rows, qk_rows,  # do and qk as [S, columns]: descriptors where TRANSPOSED, else None
+    chunk,  # ChunkRows; then qk is q alone, and do, lse and delta have its rows.  None: the queries are all
     B, S, G, Q, documents, numbers, qk_strides, v_strides, steps,
     STATIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
@@ -159,7 +174,16 @@ def _dkdv_kernel(
     head = Head(tensors, numbers, documents, B, S, b, locate_head(tensors, numbers, b, g * Q, S))
     keys = start_n + key_order(head, BLOCK_N)
     first, last = queries_seeing(keys, head, STATIC)
-    k = load_tile(Rows(group_ptr + Q * E_QK, qk_strides.s), keys, S, True, E_QK, BLOCK_E)
+    k_rows = Rows(group_ptr + Q * E_QK, qk_strides.s)
+    if chunk is not None:
+        count = chunk.end - chunk.start
+        lse_ptr, delta_ptr = lse_ptr - h * (S - count) - chunk.start, delta_ptr - h * (S - count) - chunk.start
+        first, last = tl.maximum(first, chunk.start), tl.minimum(last, chunk.end)
+        k_rows = chunk_keys(chunk, b, g)
+        q = Rows(before_chunk(group_ptr, qk_strides.s, chunk), qk_strides.s)  # type: ignore[assignment]
+        do = Rows(before_chunk(do_ptr + h * E, do_stride, chunk), do_stride)  # type: ignore[assignment]
+        head = ChunkHead(tensors, numbers, documents, B, S, b, head.place, chunk)  # type: ignore[assignment]
+    k = load_tile(k_rows, keys, S, True, E_QK, BLOCK_E)
     v = load_tile(Rows(v_ptr, v_strides.s), keys, S, True, E, BLOCK_E)
     dk = tl.zeros([BLOCK_E, BLOCK_N] if TRANSPOSED else [BLOCK_N, BLOCK_E], tl.float32)
     dv = dk
@@ -184,6 +208,8 @@ def _dkdv_kernel(
     if TRANSPOSED:
         dk, dv = tl.trans(dk), tl.trans(dv)
     out_ptr = dqkv_ptr + (b.to(tl.int64) * G + g) * (Q + 2) * E
+    if chunk is not None:
+        out_ptr = dqkv_ptr + ((b.to(tl.int64) * G + g) * 2 - Q) * E
     store_rotated_back(Rows(out_ptr + Q * E, steps.dqkv), dk, keys, head, STATIC)
     store_tile(Rows(out_ptr + (Q + 1) * E, steps.dqkv), dv, keys, S, E, BLOCK_E)
 
@@ -206,7 +232,8 @@ def _dq_tile(
 @triton.jit(do_not_specialize=["documents"])
 def _dq_kernel(
     do_ptr, qk_ptr, v_ptr, lse_ptr, delta_ptr, tensors,  # as above
-    dqkv_ptr,  # [M, G, Q + 2, E] out: the first Q of every group
+    dqkv_ptr,  # [M, G, Q + 2, E] out: the first Q of every group; of a chunk dq [m, G, Q, E]
+    chunk,
     B, S, G, Q, documents, numbers, qk_strides, v_strides, steps,
     STATIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -214,6 +241,8 @@ def _dq_kernel(
     E_QK: tl.constexpr = STATIC.E_QK
     BLOCK_E: tl.constexpr = STATIC.BLOCK_E
     tiles = tl.cdiv(S, BLOCK_M)
+    if chunk is not None:
+        first_tile, tiles = chunk_tiles(chunk, BLOCK_M)
     plane = tl.program_id(0) // tiles
     start_m = (tiles - 1 - tl.program_id(0) % tiles) * BLOCK_M
     H = G * Q
@@ -223,12 +252,19 @@ def _dq_kernel(
     k_rows, v_rows = Rows(group_ptr + Q * E_QK, qk_strides.s), Rows(v_ptr, v_strides.s)
     head = Head(tensors, numbers, documents, B, S, b, locate_head(tensors, numbers, b, h, S))
     rows = start_m + tl.arange(0, BLOCK_M)
+    inside = rows
+    if chunk is not None:
+        rows += first_tile * BLOCK_M
+        inside, count = present(rows, chunk, S), chunk.end - chunk.start
+        group_ptr, k_rows = before_chunk(group_ptr, qk_strides.s, chunk), chunk_keys(chunk, b, h // Q)
+        do_ptr = before_chunk(do_ptr, steps.o, chunk)
+        lse_ptr, delta_ptr = before_chunk(lse_ptr, 1, chunk), before_chunk(delta_ptr, 1, chunk)
     first, last = keys_seen(rows, head, STATIC)
-    q = load_tile(Rows(group_ptr + h % Q * E_QK, qk_strides.s), rows, S, True, E_QK, BLOCK_E)
-    do = load_tile(Rows(do_ptr + plane.to(tl.int64) * E, steps.o), rows, S, True, E, BLOCK_E)
-    offsets = plane.to(tl.int64) * S + rows
-    lse2 = tl.load(lse_ptr + offsets, mask=rows < S, other=0.0) * LOG2_E
-    delta = tl.load(delta_ptr + offsets, mask=rows < S, other=0.0)
+    q = load_tile(Rows(group_ptr + h % Q * E_QK, qk_strides.s), inside, S, True, E_QK, BLOCK_E)
+    do = load_tile(Rows(do_ptr + plane.to(tl.int64) * E, steps.o), inside, S, True, E, BLOCK_E)
+    offsets = plane.to(tl.int64) * (S if chunk is None else count) + inside
+    lse2 = tl.load(lse_ptr + offsets, mask=inside < S, other=0.0) * LOG2_E
+    delta = tl.load(delta_ptr + offsets, mask=inside < S, other=0.0)
     dq = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     begin, a, e, end = tile_range(first, last, BLOCK_N)
     for start in tl.range(a, e, BLOCK_N):
@@ -241,8 +277,10 @@ def _dq_kernel(
             dq, q, do, lse2, delta, k_rows, v_rows, tile, rows, first, last, head, True, STATIC, BLOCK_N
         )  # fmt: skip
     out_ptr = dqkv_ptr + ((b.to(tl.int64) * G + h // Q) * (Q + 2) + h % Q) * E
+    if chunk is not None:
+        out_ptr = before_chunk(dqkv_ptr, steps.dqkv, chunk) + plane.to(tl.int64) * E
     dq *= numbers.scale * numbers.keep_scale
-    store_rotated_back(Rows(out_ptr, steps.dqkv), dq, rows, head, STATIC)
+    store_rotated_back(Rows(out_ptr, steps.dqkv), dq, inside, head, STATIC)
 
 
 # ---- the form of dk and dv ----
@@ -264,9 +302,12 @@ def transposable(static: Static, options: Options) -> bool:
     return plain and options.cu_seqlens is None and static.E == static.BLOCK_E
 
 
-def _dkdv_parameters(qkv: Tensor, qk: Tensor, do: Tensor, static: Static, options: Options) -> LaunchConfig:
+def _dkdv_parameters(
+    qkv: Tensor, qk: Tensor, do: Tensor, static: Static, options: Options, chunk: QueryChunk | None
+) -> LaunchConfig:
     """Returns the launch parameters of dk and dv, descriptors included; the plain form's where the other form was
-    measured to be faster, but descriptors cannot hold q, k and do or it has no registers for this call.
+    measured to be faster, but descriptors cannot hold q, k and do, it has no registers for this call, or there is a
+    chunk.
 
     A call with descriptors is not replayed: it costs the host its launcher every time.
     """
@@ -275,7 +316,8 @@ def _dkdv_parameters(qkv: Tensor, qk: Tensor, do: Tensor, static: Static, option
     rows = None
     if parameters["TRANSPOSED"]:
         block = [parameters["BLOCK_M"], static.BLOCK_E]
-        rows = described((do, qk), options, [block, block]) if has_tma(arch) and transposable(static, options) else None
+        able = has_tma(arch) and transposable(static, options) and chunk is None
+        rows = described((do, qk), options, [block, block]) if able else None
         if rows is None:
             parameters = default_config("dkdv", arch, qkv, options)
     do_rows, qk_rows = rows or (None, None)
@@ -288,28 +330,53 @@ def _dkdv_parameters(qkv: Tensor, qk: Tensor, do: Tensor, static: Static, option
 
 def bwd_launch(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, options: Options) -> Tensor:
     """Launches attention_bwd."""
-    check_width(qkv)
-    if needs_padding(E := qkv.shape[3], options):
+    return _launch_bwd(do, qkv, o, lse, options=options, chunk=None)[0]
+
+
+def of_queries_bwd_launch(
+    do: Tensor, q: Tensor, chunk: QueryChunk, o: Tensor, lse: Tensor, options: Options
+) -> tuple[Tensor, Tensor]:
+    """Launches attention_of_queries_bwd."""
+    return _launch_bwd(do, q, o, lse, options=options, chunk=chunk)
+
+
+def _launch_bwd(
+    do: Tensor, x: Tensor, o: Tensor, lse: Tensor, options: Options, chunk: QueryChunk | None
+) -> tuple[Tensor, Tensor]:
+    """Launches backward of qkv, and returns dqkv twice; or of a chunk's q, and returns dq and dkv."""
+    check_width(x)
+    if needs_padding(E := x.shape[3], options):
         do, o = (padded(t.unflatten(1, (-1, E))).flatten(1) for t in (do, o))
-        return bwd_launch(do, padded(qkv), o, lse, options=options)[..., :E].contiguous()
+        chunk = None if chunk is None else chunk._replace(kv=padded(chunk.kv))
+        dq, dkv = _launch_bwd(do, padded(x), o, lse, options=options, chunk=chunk)
+        return dq[..., :E].contiguous(), dkv[..., :E].contiguous()
     if options.leaves:
-        do, qkv, o, lse, options = placed((do, qkv, o, lse, options))
-    qkv, do, o, lse = dense_heads(qkv), do.contiguous(), o.contiguous(), lse.contiguous()
-    batch, seq, (M, G, slots, _) = options.batch, options.seq, qkv.shape
-    dqkv, delta = qkv.new_empty(qkv.shape), lse.new_empty(lse.shape)
-    if M > seq * batch:
-        dqkv[seq * batch :].zero_()
-    qk = prepare(qkv, options, do=do, o=o, delta=delta)
-    static = attending(static_of(qkv, options), qk, options)
-    arrays = do, qk, qkv[:, :, -1], lse, delta, tensors_of(options), dqkv
-    numbers = dict(B=batch, S=seq, G=G, Q=slots - 2, documents=documents_of(options), numbers=numbers_of(options))
-    numbers |= dict(steps=steps_of(qkv, batch, static))
-    numbers |= dict(qk_strides=strides_of(qk, batch), v_strides=strides_of(qkv, batch))
-    dkdv = _dkdv_parameters(qkv, qk, do, static=static, options=options)
-    dq: LaunchConfig = dict(STATIC=static) | config("dq", target(qkv.device).arch, qkv, options)
-    launch(_dkdv_kernel, (-(-seq // dkdv["BLOCK_N"]) * batch * G,), qkv.device, *arrays, **numbers, **dkdv)
-    launch(_dq_kernel, (-(-seq // dq["BLOCK_M"]) * batch * G * (slots - 2),), qkv.device, *arrays, **numbers, **dq)
-    return dqkv
+        do, x, o, lse, options, chunk = placed((do, x, o, lse, options, chunk))
+    x, chunk = dense_heads(x), None if chunk is None else chunk._replace(kv=dense_heads(chunk.kv))
+    do, o, lse = do.contiguous(), o.contiguous(), lse.contiguous()
+    rows, batch, (_, G, slots, _) = query_positions(options, chunk), options.batch, x.shape
+    n, Q, kv = rows.stop - rows.start, slots - 2 if chunk is None else slots, x if chunk is None else chunk.kv
+    dq, delta = x.new_empty(x.shape), lse.new_empty(lse.shape)
+    dkv = dq if chunk is None else kv.new_empty(kv.shape, dtype=torch.float32)
+    for gradient, filled in ((dq, n * batch), (dkv, options.seq * batch if n else 0)):
+        if len(gradient) > filled:
+            gradient[filled:].zero_()
+    if n == 0:
+        return dq, dkv
+    qk, keys = prepare(x, options, chunk, Delta(do, o, delta))
+    static = attending(static_of(x, options), qk, options)
+    arrays = do, qk, kv[:, :, -1], lse, delta, tensors_of(options)
+    numbers = dict(B=batch, S=options.seq, G=G, Q=Q, documents=documents_of(options), numbers=numbers_of(options))
+    numbers |= dict(qk_strides=strides_of(qk, batch), v_strides=strides_of(kv, batch), chunk=keys)
+    steps_to = lambda gradient: steps_of(gradient, batch, static, chunk=chunk is not None)
+    dkdv_config = _dkdv_parameters(x, qk, do, static=static, options=options, chunk=chunk)
+    dq_config: LaunchConfig = dict(STATIC=static) | config("dq", target(x.device).arch, x, options)
+    numbers |= registers(target(x.device).arch, chunk)
+    grid = -(-options.seq // dkdv_config["BLOCK_N"]) * batch * G
+    launch(_dkdv_kernel, (grid,), x.device, *arrays, dkv, **numbers, steps=steps_to(dkv), **dkdv_config)
+    grid = query_tiles(options, chunk, dq_config["BLOCK_M"]) * batch * G * Q
+    launch(_dq_kernel, (grid,), x.device, *arrays, dq, **numbers, steps=steps_to(dq), **dq_config)
+    return dq, dkv
 
 
 def bwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
@@ -325,3 +392,18 @@ def bwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
     each = own + moved(do, lse, lse, *options[:TENSORS])
     left, computed = scores(qkv, options)
     return Cost(first + 2 * each, moved(dqkv, lse) + rotated, 10 * left * qkv.shape[-1], scores=computed)
+
+
+def of_queries_bwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
+    """Counts as bwd_cost does; dk and dv read all of kv, dq what the chunk's queries see."""
+    (do, q, chunk, _, lse, options), (dq, dkv) = args, outputs
+    keys, in_range, queries = moved(chunk.kv) // 2, moved(kv_in_range(chunk, options)) // 2, moved(q)
+    prepared, width, rotated = 2 * moved(do), 1.0, 0
+    if options.cos is not None:
+        width = static_of(q, Options()).BLOCK_E / q.shape[3]  # a rotated head has so many times the columns
+        prepared += queries + keys + moved(options.cos, options.sin, options.positions)
+        rotated = int((queries + keys) * width)
+    of_both = int((2 * queries + keys + in_range) * width) + keys + in_range
+    of_both += 2 * moved(do, lse, lse, *options[:TENSORS])
+    left, computed = scores(q, options, chunk)
+    return Cost(prepared + of_both, moved(dq, dkv, lse) + rotated, 10 * left * q.shape[-1], scores=computed)

@@ -8,7 +8,7 @@ Forward rotates keys while it loads them.  Backward, and forward of heads wider 
 ahead into a buffer instead, because in their loops the rotation would spill registers.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,17 +20,20 @@ from ..runtime.philox import scale
 from ..runtime.triton import tl, triton
 from ..runtime.tuning import LaunchConfig
 from . import torch_forward
-from .config import config, default_config
-from .options import TENSORS, Options, check_width, scores
+from .config import config, default_config, registers
+from .options import TENSORS, Options, QueryChunk, check_width, keys_in_range, query_positions, scores
 from .triton_records import (
+    ChunkRows,
     Static,
     attending,
+    chunk_rows,
     dense_heads,
     described,
     documents_of,
     needs_padding,
     numbers_of,
     padded,
+    query_tiles,
     static_of,
     steps_of,
     strides_of,
@@ -41,12 +44,16 @@ from .triton_tiles import (
     Columns,
     Head,
     Rows,
+    before_chunk,
+    chunk_keys,
+    chunk_tiles,
     keep_mask_tile,
     key_order,
     keys_seen,
     load_rotated,
     load_tile,
     locate_head,
+    present,
     score_tile,
     store_tile,
     tile_range,
@@ -63,8 +70,9 @@ def _prepare_kernel(
     delta_ptr,  # [B, H, S] out, fp32: times kept_share
     rotated_ptr,  # [S B, G, Q + 1, BLOCK_E] out with cos: q and k as load_rotated orders them
     B, S, G, Q, kept_share, strides, steps,
-    STATIC: tl.constexpr, BLOCK_M: tl.constexpr,
+    STATIC: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
+    """CHUNK: qkv is a chunk's q, or k as if it were one, and has no other heads."""
     E: tl.constexpr = STATIC.E
     BLOCK_E: tl.constexpr = STATIC.BLOCK_E
     tiles, H = tl.cdiv(S, BLOCK_M), G * Q
@@ -78,11 +86,14 @@ def _prepare_kernel(
         tl.store(delta_ptr + plane.to(tl.int64) * S + rows, delta, mask=rows < S)
     if tensors.cos_ptr is not None:
         in_ptr = qkv_ptr + b.to(tl.int64) * strides.b + (h // Q).to(tl.int64) * strides.g
-        out_ptr = rotated_ptr + (b.to(tl.int64) * G + h // Q) * (Q + 1) * BLOCK_E
+        if CHUNK:
+            out_ptr = rotated_ptr + (b.to(tl.int64) * G + h // Q) * Q * BLOCK_E
+        else:
+            out_ptr = rotated_ptr + (b.to(tl.int64) * G + h // Q) * (Q + 1) * BLOCK_E
         head = Head(tensors, None, None, B, S, b, None)
         q = load_rotated(Rows(in_ptr + h % Q * E, strides.s), rows, head, True, STATIC)
         store_tile(Rows(out_ptr + h % Q * BLOCK_E, steps.rotated), q, rows, S, BLOCK_E, BLOCK_E)
-        if h % Q == 0:
+        if not CHUNK and h % Q == 0:
             k = load_rotated(Rows(in_ptr + Q * E, strides.s), rows, head, True, STATIC)
             store_tile(Rows(out_ptr + Q * BLOCK_E, steps.rotated), k, rows, S, BLOCK_E, BLOCK_E)
 
@@ -186,6 +197,7 @@ def _fwd_kernel(
     o_ptr,  # [M, H E] out
     lse_ptr,  # [B, H, S] out, fp32
     qkv_rows, rest_rows,  # qkv as [S, columns]: descriptors of BLOCK_E and REST of them where AHEAD, else None
+    chunk,  # ChunkRows; then qk is q alone, and o and lse have its rows.  None: the queries are all
     B, S, G, Q, documents, numbers, qk_strides, v_strides, steps,
     STATIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -193,6 +205,8 @@ def _fwd_kernel(
     E_QK: tl.constexpr = STATIC.E_QK
     BLOCK_E: tl.constexpr = STATIC.BLOCK_E
     tiles = tl.cdiv(S, BLOCK_M)
+    if chunk is not None:
+        first_tile, tiles = chunk_tiles(chunk, BLOCK_M)
     plane = tl.program_id(0) // tiles
     start_m = (tiles - 1 - tl.program_id(0) % tiles) * BLOCK_M  # the longest first, under a causal mask
     H = G * Q
@@ -205,8 +219,13 @@ def _fwd_kernel(
         v_rows = Rows(v_ptr, v_strides.s)
     head = Head(tensors, numbers, documents, B, S, b, locate_head(tensors, numbers, b, h, S))
     rows = start_m + tl.arange(0, BLOCK_M)
+    inside = rows
+    if chunk is not None:
+        rows += first_tile * BLOCK_M
+        inside, count = present(rows, chunk, S), chunk.end - chunk.start
+        group_ptr, k_rows = before_chunk(group_ptr, qk_strides.s, chunk), chunk_keys(chunk, b, h // Q)
     first, last = keys_seen(rows, head, STATIC)
-    q = load_rotated(Rows(group_ptr + h % Q * E_QK, qk_strides.s), rows, head, True, STATIC)
+    q = load_rotated(Rows(group_ptr + h % Q * E_QK, qk_strides.s), inside, head, True, STATIC)
     o = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     total, top = tl.zeros([BLOCK_M], tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32)
     begin, a, e, end = tile_range(first, last, BLOCK_N)
@@ -233,12 +252,14 @@ def _fwd_kernel(
             o, total, top = _fwd_tile(
                 o, total, top, q, k_rows, v_rows, tile, rows, first, last, head, True, STATIC, BLOCK_N
             )  # fmt: skip
+    if chunk is not None:
+        o_ptr, lse_ptr = before_chunk(o_ptr, steps.o, chunk), before_chunk(lse_ptr, 1, chunk)
     nothing = total == 0.0
     lse = tl.where(nothing, float("inf"), (top + tl.log2(total)) * LN_2)
-    tl.store(lse_ptr + plane.to(tl.int64) * S + rows, lse, mask=rows < S)
+    tl.store(lse_ptr + plane.to(tl.int64) * (S if chunk is None else count) + inside, lse, mask=inside < S)
     factor = (numbers.keep_scale / tl.where(nothing, 1.0, total))[:, None]
     o_ptr += plane.to(tl.int64) * E
-    store_tile(Rows(o_ptr, steps.o), o * factor, rows, S, E, BLOCK_E)
+    store_tile(Rows(o_ptr, steps.o), o * factor, inside, S, E, BLOCK_E)
     if STATIC.REST:
         store_tile(Rows(o_ptr + BLOCK_E, steps.o), o_rest * factor, rows, S, STATIC.REST, STATIC.REST)
 
@@ -246,22 +267,47 @@ def _fwd_kernel(
 # ---- launchers ----
 
 
+class Delta(NamedTuple):
+    """The tensors of backward's delta."""
+
+    do: Tensor | None = None  # [M, H E]
+    o: Tensor | None = None
+    delta: Tensor | None = None  # [B, H, S], filled: divided by dropout's factor
+
+
+NO_DELTA = Delta()
+
+
 def prepare(
-    qkv: Tensor, options: Options, do: Tensor | None = None, o: Tensor | None = None, delta: Tensor | None = None
-) -> Tensor:
-    """Fills delta [B, H, S], divided by dropout's factor, where one is given, and returns q and k as the kernels after
-    it read them: rotated where there are rotary positions."""
-    B, S, (_, G, slots, _) = options.batch, options.seq, qkv.shape
-    static = static_of(qkv, options)
-    rotated = None if options.cos is None else qkv.new_empty(S * B, G, slots - 1, static.BLOCK_E)
+    x: Tensor, options: Options, chunk: QueryChunk | None, delta: Delta = NO_DELTA
+) -> tuple[Tensor, ChunkRows | None]:
+    """Fills delta where it is given, and returns q and k as the kernels after it read them, rotated where there are
+    rotary positions: both in one tensor, or a chunk's q, and its k among the ChunkRows."""
+    if chunk is None:
+        return _prepare(x, options, delta), None
+    rows, k = query_positions(options, chunk), chunk.kv
+    cut = lambda table: None if table is None else table[rows] if options.positions is None else table
+    positions = None if options.positions is None else options.positions[rows.start * options.batch :]
+    of_chunk = options._replace(seq=chunk.queries, cos=cut(options.cos), sin=cut(options.sin), positions=positions)
+    if options.cos is not None:
+        k = _prepare(k[:, :, :1], options, NO_DELTA, chunk=True)
+    return _prepare(x, of_chunk, delta, chunk=True), chunk_rows(chunk, k, options.batch)
+
+
+def _prepare(x: Tensor, options: Options, delta: Delta, *, chunk: bool = False) -> Tensor:
+    """Returns the q and k of qkv, or all heads of a chunk's x, rotated; x itself without rotary positions."""
+    B, S, (_, G, slots, _) = options.batch, options.seq, x.shape
+    heads, rotates = (slots, slots) if chunk else (slots - 2, slots - 1)
+    static = static_of(x, options)
+    rotated = None if options.cos is None else x.new_empty(S * B, G, rotates, static.BLOCK_E)
     block = max(4096 // static.BLOCK_E, 16)
-    grid = (-(-S // block) * B * G * (slots - 2),)
+    grid = (-(-S // block) * B * G * heads,)
     rotation = tensors_of(Options(cos=options.cos, sin=options.sin, positions=options.positions))
-    arrays = do, o, qkv, rotation, delta, rotated
-    numbers = dict(B=B, S=S, G=G, Q=slots - 2, strides=strides_of(qkv, B), steps=steps_of(qkv, B, static))
-    constants = dict(STATIC=static, BLOCK_M=block, num_warps=4)
-    launch(_prepare_kernel, grid, qkv.device, *arrays, **numbers, kept_share=1 / scale(options.p), **constants)
-    return qkv if rotated is None else rotated
+    arrays = delta.do, delta.o, x, rotation, delta.delta, rotated
+    numbers = dict(B=B, S=S, G=G, Q=heads, strides=strides_of(x, B), steps=steps_of(x, B, static, chunk=chunk))
+    constants = dict(STATIC=static, BLOCK_M=block, CHUNK=chunk, num_warps=4)
+    launch(_prepare_kernel, grid, x.device, *arrays, **numbers, kept_share=1 / scale(options.p), **constants)
+    return x if rotated is None else rotated
 
 
 def rotated_bytes(qkv: Tensor) -> tuple[int, int]:
@@ -290,9 +336,11 @@ def runs_ahead(E: int, options: Options) -> bool:
     return sum(split(E)) == E <= 128 and all(option is None for option in others)
 
 
-def _form(shape: LaunchConfig, qkv: Tensor, static: Static, options: Options) -> tuple[tuple[Any, Any], LaunchConfig]:
+def _form(
+    shape: LaunchConfig, qkv: Tensor, static: Static, options: Options, chunk: QueryChunk | None
+) -> tuple[tuple[Any, Any], LaunchConfig]:
     """Returns descriptors of qkv where ``shape`` is of the form AHEAD, and the kernel's constants and launch
-    parameters; the plain form's where a call cannot take that form, whose tiles are others.
+    parameters; the plain form's where a call cannot take that form, whose tiles are others, or has a chunk.
 
     A call with descriptors is not replayed: it costs the host its launcher every time.
     """
@@ -300,7 +348,8 @@ def _form(shape: LaunchConfig, qkv: Tensor, static: Static, options: Options) ->
     if shape["AHEAD"]:
         block, rest = split(E)
         boxes = [[shape["BLOCK_N"], columns] for columns in (block, rest) if columns]
-        rows = described([qkv] * len(boxes), options, boxes) if has_tma(arch) and runs_ahead(E, options) else None
+        able = has_tma(arch) and runs_ahead(E, options) and chunk is None
+        rows = described([qkv] * len(boxes), options, boxes) if able else None
         if rows is not None:
             first, second = (*rows, None)[:2]
             return (first, second), dict(STATIC=static._replace(BLOCK_E=block, REST=rest)) | shape
@@ -310,34 +359,48 @@ def _form(shape: LaunchConfig, qkv: Tensor, static: Static, options: Options) ->
 
 def fwd_launch(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Launches attention_fwd."""
-    check_width(qkv)
-    if needs_padding(E := qkv.shape[3], options):
-        qkv = padded(qkv)
-        o, lse = fwd_launch(qkv, options)
-        return o.unflatten(1, (-1, qkv.shape[3]))[..., :E].flatten(1), lse
+    return _launch_fwd(qkv, options, None)
+
+
+def of_queries_fwd_launch(q: Tensor, chunk: QueryChunk, options: Options) -> tuple[Tensor, Tensor]:
+    """Launches attention_of_queries_fwd."""
+    return _launch_fwd(q, options, chunk)
+
+
+def _launch_fwd(x: Tensor, options: Options, chunk: QueryChunk | None) -> tuple[Tensor, Tensor]:
+    """Launches forward of qkv, or of a chunk's q."""
+    check_width(x)
+    if needs_padding(E := x.shape[3], options):
+        x, chunk = padded(x), None if chunk is None else chunk._replace(kv=padded(chunk.kv))
+        o, lse = _launch_fwd(x, options, chunk)
+        return o.unflatten(1, (-1, x.shape[3]))[..., :E].flatten(1), lse
     if options.leaves:
-        qkv, options = placed((qkv, options))
-    asked, rotated = options, _rotates_ahead(qkv, options)
+        x, options, chunk = placed((x, options, chunk))
+    asked, rotated = options, _rotates_ahead(x, options)
     if rotated:
         options = options._replace(cos=None, sin=None, positions=None)
-    shape = config("fwd", target(qkv.device).arch, qkv, options)
-    if shape.pop("path", None) == "sdpa" and torch_forward.able(qkv, asked):
-        return torch_forward.launch(qkv, asked)
-    qkv = dense_heads(qkv)
-    batch, seq, (M, G, slots, E) = options.batch, options.seq, qkv.shape
-    H = G * (slots - 2)
-    o, lse = qkv.new_empty(M, H * E), qkv.new_empty(batch, H, seq, dtype=torch.float32)
-    if M > seq * batch:
-        o[seq * batch :].zero_()
-    qk, v = (prepare(qkv, asked), qkv[:, :, -1]) if rotated else (qkv, None)
-    static = attending(static_of(qkv, options), qk, options)
-    rows, shape = _form(shape, qkv, static, asked)
-    grid = (-(-seq // shape["BLOCK_M"]) * batch * H,)
-    arrays = qk, v, tensors_of(options), o, lse, *rows
-    numbers = dict(B=batch, S=seq, G=G, Q=slots - 2, documents=documents_of(options), numbers=numbers_of(options))
-    numbers |= dict(steps=steps_of(qkv, batch, static))
-    numbers |= dict(qk_strides=strides_of(qk, batch), v_strides=strides_of(qkv, batch))
-    launch(_fwd_kernel, grid, qkv.device, *arrays, **numbers, **shape)
+    shape = config("fwd", target(x.device).arch, x, options)
+    if shape.pop("path", None) == "sdpa" and chunk is None and torch_forward.able(x, asked):
+        return torch_forward.launch(x, asked)
+    x, chunk = dense_heads(x), None if chunk is None else chunk._replace(kv=dense_heads(chunk.kv))
+    rows, batch, (M, G, slots, E) = query_positions(options, chunk), options.batch, x.shape
+    n, Q, kv = rows.stop - rows.start, slots - 2 if chunk is None else slots, x if chunk is None else chunk.kv
+    o, lse = x.new_empty(M, G * Q * E), x.new_empty(batch, G * Q, n, dtype=torch.float32)
+    if M > n * batch:
+        o[n * batch :].zero_()
+    if rotated:
+        (qk, keys), v = prepare(x, asked, chunk), kv[:, :, -1]
+    else:
+        qk, keys, v = x, None if chunk is None else chunk_rows(chunk, kv, batch), None
+    static = attending(static_of(x, options), qk, options)
+    descriptors, shape = _form(shape, x, static, options=asked, chunk=chunk)
+    grid = (query_tiles(options, chunk, shape["BLOCK_M"]) * batch * G * Q,)
+    arrays = qk, v, tensors_of(options), o, lse, *descriptors, keys
+    numbers = dict(B=batch, S=options.seq, G=G, Q=Q, documents=documents_of(options), numbers=numbers_of(options))
+    numbers |= dict(steps=steps_of(x, batch, static, chunk=chunk is not None))
+    numbers |= dict(qk_strides=strides_of(qk, batch), v_strides=strides_of(kv, batch))
+    limit = registers(target(x.device).arch, chunk)
+    launch(_fwd_kernel, grid, x.device, *arrays, **numbers, **shape, **limit)
     return o, lse
 
 
@@ -350,3 +413,22 @@ def fwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
     left, computed = scores(qkv, options)
     read, written = moved(qkv, *options[:TENSORS]) + ahead, moved(*outputs) + ahead
     return Cost(read, written, 4 * left * qkv.shape[-1], scores=computed)
+
+
+def of_queries_fwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
+    """Counts of kv what causal and window let the chunk see; where it is rotated ahead, all of its keys."""
+    q, chunk, options = args
+    left, computed = scores(q, options, chunk)
+    kv, ahead = kv_in_range(chunk, options), 0
+    read = moved(q, kv, *options[:TENSORS])
+    if _rotates_ahead(q, options):
+        width = static_of(q, Options()).BLOCK_E / q.shape[3]
+        ahead = int(moved(q) * width) + int(moved(chunk.kv) // 2 * width)
+        read += int(moved(kv) // 2 * (width - 1)) + int(moved(q) * width) + moved(chunk.kv) // 2
+    return Cost(read, moved(*outputs) + ahead, 4 * left * q.shape[-1], scores=computed)
+
+
+def kv_in_range(chunk: QueryChunk, options: Options) -> Tensor:
+    """Returns the rows of kv that causal and window let the chunk's queries see."""
+    start, stop = keys_in_range(options, chunk.start, chunk.end) if chunk.queries else (0, 0)
+    return chunk.kv[start * options.batch : stop * options.batch]

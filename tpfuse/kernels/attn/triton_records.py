@@ -9,7 +9,7 @@ from torch import Tensor
 from ..runtime.launch import describable, next_power_of_2
 from ..runtime.philox import scale, threshold
 from ..runtime.triton import TensorDescriptor
-from .options import LOG2E, TENSORS, Options
+from .options import LOG2E, TENSORS, Options, QueryChunk, query_positions
 
 _WINDOW = 1 << 30  # whose sum with a position has 32 bits
 
@@ -34,13 +34,22 @@ class Strides(NamedTuple):
     g: int
 
 
+class ChunkRows(NamedTuple):
+    """The positions of a chunk's queries, which q, o, lse and their gradients have rows of alone, and the keys."""
+
+    k_ptr: Tensor  # [M, G, .., E_QK], the last dimension contiguous
+    strides: Strides  # of k
+    start: int  # position of the first query
+    end: int  # position behind the last
+
+
 class Steps(NamedTuple):
     """From position to position of what is written and of do, all samples of a position side by side; from the host,
     because inside a kernel their products would be 32 bits wide."""
 
     o: int  # [M, H E], and do
-    dqkv: int  # [M, G, Q + 2, E]
-    rotated: int  # [S B, G, Q + 1, BLOCK_E]
+    dqkv: int  # [M, G, Q + 2, E]; of a chunk dq [m, G, Q, E] or dkv [M, G, 2, E]
+    rotated: int  # [S B, G, Q + 1, BLOCK_E]; of a chunk q [n B, G, Q, BLOCK_E] or k [S B, G, 1, BLOCK_E]
 
 
 class Numbers(NamedTuple):
@@ -92,10 +101,12 @@ def strides_of(x: Tensor, batch: int) -> Strides:
     return Strides(x.stride(0), x.stride(0) * batch, x.stride(1))
 
 
-def steps_of(qkv: Tensor, batch: int, static: Static) -> Steps:
-    """Returns the steps of what is made of qkv [M, G, Q + 2, E]."""
-    _, G, slots, E = qkv.shape
+def steps_of(x: Tensor, batch: int, static: Static, *, chunk: bool = False) -> Steps:
+    """Returns the steps of what is made of qkv [M, G, Q + 2, E], or of a ``chunk``'s q, k or kv [M, G, slots, E]."""
+    _, G, slots, E = x.shape
     groups = batch * G
+    if chunk:
+        return Steps(o=groups * slots * E, dqkv=groups * slots * E, rotated=groups * slots * static.BLOCK_E)
     return Steps(o=groups * (slots - 2) * E, dqkv=groups * slots * E, rotated=groups * (slots - 1) * static.BLOCK_E)
 
 
@@ -112,6 +123,17 @@ def _by_position(x: Tensor, options: Options) -> Tensor:
     step = options.batch * x.stride(0)
     last = sum((n - 1) * stride for n, stride in zip(x.shape[1:], x.stride()[1:], strict=True))
     return x.as_strided((options.seq, (options.batch - 1) * x.stride(0) + last + 1), (step, 1))
+
+
+def chunk_rows(chunk: QueryChunk, k: Tensor, batch: int) -> ChunkRows:
+    """Returns a chunk as kernels take it, which read ``k``: its kv, or its keys rotated ahead."""
+    return ChunkRows(k, strides_of(k, batch), chunk.start, chunk.end)
+
+
+def query_tiles(options: Options, chunk: QueryChunk | None, block: int) -> int:
+    """Returns how many tiles of ``block`` positions, counted from position 0, hold queries."""
+    rows = query_positions(options, chunk)
+    return -(-rows.stop // block) - rows.start // block if rows.stop > rows.start else 0
 
 
 def tensors_of(options: Options) -> Tensors:

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..runtime.philox import keep_lane_device, mask_key_device
 from ..runtime.triton import tl, triton
 from .options import LOG2E
-from .triton_records import Numbers, Tensors
+from .triton_records import ChunkRows, Numbers, Tensors
 
 LOG2_E, LN_2 = tl.constexpr(LOG2E), tl.constexpr(1 / LOG2E)
 
@@ -51,6 +51,20 @@ class Head(NamedTuple):
     S: int
     b: int
     place: Place | None
+
+
+class ChunkHead(NamedTuple):
+    """A Head, and the chunk that its queries are.  A record of its own, so that kernels of whole calls are what they
+    were."""
+
+    tensors: Tensors
+    numbers: Numbers | None
+    documents: int | None
+    B: int
+    S: int
+    b: int
+    place: Place | None
+    chunk: ChunkRows
 
 
 class Rows(NamedTuple):
@@ -124,6 +138,36 @@ def tile_range(first, last, BLOCK: tl.constexpr):
     a = tl.minimum(tl.maximum(tl.cdiv(tl.max(first, 0), BLOCK) * BLOCK, start), end)
     b = tl.maximum(tl.minimum(tl.min(last, 0) // BLOCK * BLOCK, end), a)
     return start, a, b, end
+
+
+# ---- a chunk of the queries ----
+
+
+@triton.jit
+def chunk_tiles(chunk, BLOCK: tl.constexpr):
+    """Returns the first tile with queries of the chunk, and how many there are: tiles of all positions, so that a row
+    sees its keys in the order in which it does in a whole call."""
+    tile = chunk.start // BLOCK
+    return tile, tl.cdiv(chunk.end, BLOCK) - tile
+
+
+@triton.jit
+def present(rows, chunk, S):
+    """Returns the positions ``rows``, and S, of which nothing is loaded or stored, where the chunk has no query."""
+    return tl.where((rows >= chunk.start) & (rows < chunk.end), rows, S)
+
+
+@triton.jit
+def before_chunk(ptr, stride, chunk):
+    """Returns the pointer to where position 0 would lie in a tensor of the chunk's positions."""
+    return ptr - tl.cast(chunk.start, tl.int64) * stride
+
+
+@triton.jit
+def chunk_keys(chunk, b, g):
+    """Returns the Rows of k."""
+    strides = chunk.strides
+    return Rows(chunk.k_ptr + b.to(tl.int64) * strides.b + g.to(tl.int64) * strides.g, strides.s)
 
 
 # ---- tiles of one head ----

@@ -29,7 +29,7 @@ from torch import Tensor
 from ..runtime.function import Function, once_differentiable
 from ..runtime.leaves import check_leaves
 from ..runtime.op import ELEMENTWISE, NORM, Op, acc_dtype, dtype_of, new_vector, op, row_blocks, sum_parts
-from ..runtime.philox import NO_MASK, Mask, active_rng, keep_rows, scale
+from ..runtime.philox import NO_MASK, FirstRow, Mask, active_rng, keep_rows, scale
 from .kinds import KINDS, normalize, normalize_backward
 from .records import ALONE, DROP, POST, PRE, Add, NormVectors, Recompute, Saved, Wanted, incoming
 from .row_leaves import BackwardRows, by_leaves, table_bwd
@@ -136,10 +136,9 @@ def fwd_cpu(parts: Tensor, add: Add, norm: NormVectors, mask: Mask, order: str, 
         return fused_norm_fwd_ref(parts, add, norm, mask, order=order, leaves=leaves)
 
     def block(i: int, j: int) -> tuple[Tensor, ...]:
-        rows = mask._replace(first_row=mask.first_row + i)
         positions, types, residual = (None if t is None else t[i:j] for t in (add.positions, add.types, add.residual))
         part = add._replace(positions=positions, types=types, residual=residual)
-        return fused_norm_fwd_ref(parts[:, i:j], part, norm, rows, order=order, leaves=leaves)
+        return fused_norm_fwd_ref(parts[:, i:j], part, norm, mask.from_row(i), order=order, leaves=leaves)
 
     return tuple(torch.cat(outputs) for outputs in zip(*(block(i, j) for i, j in blocks), strict=True))
 
@@ -269,7 +268,7 @@ class NormOptions(NamedTuple):
     types: Tensor | None = None
     p: float = 0.0
     site: int = 0
-    first_row: int = 0
+    first_row: FirstRow = 0
     batch: int = 1
     eps: float = 0.0
     kind: str = "layer"
@@ -281,7 +280,7 @@ class NormOptions(NamedTuple):
     def mask(self, name: str) -> Mask:
         """Returns the mask of ``name``'s dropout; ValueError where it lacks an rng."""
         rng = active_rng(name, self.p, self.rng)
-        return NO_MASK if rng is None else Mask(rng, self.p, self.site, first_row=self.first_row, batch=self.batch)
+        return NO_MASK if rng is None else Mask.of(rng, self.p, self.site, first_row=self.first_row, batch=self.batch)
 
 
 TENSORS: Final = 3

@@ -27,7 +27,7 @@ class BackwardRows(NamedTuple):
         cut = lambda t: None if t is None else t[..., start:stop, :]
         h, mean, rstd = (t if t is None or len(t) == 0 else t[start:stop] for t in (saved.h, saved.mean, saved.rstd))
         part = saved._replace(h=h, mean=mean, rstd=rstd)
-        return BackwardRows(cut(dn), cut(dh), part, mask._replace(first_row=mask.first_row + start), out=cut(out))
+        return BackwardRows(cut(dn), cut(dh), part, mask.from_row(start), out=cut(out))
 
 
 def by_leaves(bwd: Callable[..., tuple[Tensor, ...]], rows: BackwardRows, order: str, wanted: Wanted) -> Any:

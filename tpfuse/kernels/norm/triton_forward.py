@@ -63,6 +63,8 @@ def drop(z, key, mask, rows, columns):
     else:
         k0, k1, first_sample = key
         row, batch = tl.cast(mask.first_row, tl.uint32) + rows.to(tl.uint32), tl.cast(mask.batch, tl.uint32)
+        if hasattr(mask, "split"):
+            row = tl.where(rows < mask.split, row, row + tl.cast(mask.jump, tl.uint32))
         position, sample = row // batch, first_sample + row % batch
         column, word = columns.to(tl.uint32)[None, :], tl.cast(mask.site_head, tl.uint32)
         threshold = tl.cast(mask.threshold, tl.uint32)

@@ -7,7 +7,7 @@ from torch import Tensor
 from ..runtime.errors import check
 from ..runtime.function import Function, once_differentiable
 from ..runtime.op import ELEMENTWISE, acc_dtype, autocast, op
-from ..runtime.philox import Mask, active_rng
+from ..runtime.philox import FirstRow, Mask, active_rng
 from .alone import NORM
 from .core import NormOptions, Weights, drop, fused_norm, norm_ops
 from .kinds import check_kind
@@ -60,7 +60,7 @@ def reduce_bias_dropout_add_norm(
     p: float = 0.0,
     rng: Tensor | None = None,
     site: int = 0,
-    first_row: int = 0,
+    first_row: FirstRow = 0,
     batch: int = 1,
     eps: float = 1e-5,
     norm: str = "layer",
@@ -119,7 +119,7 @@ def embed_finish(
     p: float = 0.0,
     rng: Tensor | None = None,
     site: int = 0,
-    first_row: int = 0,
+    first_row: FirstRow = 0,
     batch: int = 1,
     eps: float = 1e-5,
     norm: str = "layer",
@@ -201,14 +201,14 @@ class _Dropout(Function):
         return dropout_fwd(dy.contiguous(), Mask(rng, *ctx.numbers)), *[None] * len(Mask._fields)
 
 
-def dropout(x: Tensor, p: float, *, rng: Tensor, site: int = 0, first_row: int = 0, batch: int = 1) -> Tensor:
+def dropout(x: Tensor, p: float, *, rng: Tensor, site: int = 0, first_row: FirstRow = 0, batch: int = 1) -> Tensor:
     """Dropout (Srivastava et al. 2014) whose mask is a function of (seed, step, site) and the element's global place.
 
     x [..., D] is flattened to rows, of which row i is position (first_row + i) // batch of sample first_sample +
     (first_row + i) % batch.  ``rng`` int64 [3] = (seed, step, first_sample), of :func:`make_rng`; there is no default.
     Returns x's shape and dtype; p = 0 returns x itself.  ValueError for p outside [0, 1).
     """
-    mask = Mask(active_rng("dropout", p, rng), p, site, first_row=first_row, batch=batch)
+    mask = Mask.of(active_rng("dropout", p, rng), p, site, first_row=first_row, batch=batch)
     if mask.rng is None:
         return x
     (x,) = autocast(x)

@@ -34,22 +34,64 @@ _FLIP = -0x7FFF7FFF7FFF8000  # 0x8000 in every 16-bit lane: turns an unsigned co
 # ---- what a mask depends on ----
 
 
+class RowPieces(NamedTuple):
+    """The global rows of a tensor whose rows are two contiguous pieces of them: row i is ``first_row + i`` before
+    ``split``, and ``second_row + i - split`` from there on."""
+
+    first_row: int
+    split: int
+    second_row: int
+
+
+FirstRow = int | RowPieces  # a number where the rows are one piece
+
+
+def global_rows(first_row: FirstRow, rows: int, device: torch.device) -> Tensor:
+    """Returns the global numbers of so many rows, int64."""
+    if not isinstance(first_row, RowPieces):
+        return torch.arange(first_row, first_row + rows, device=device)
+    row = torch.arange(first_row.first_row, first_row.first_row + rows, device=device)
+    row[first_row.split :] += first_row.second_row - first_row.split - first_row.first_row
+    return row
+
+
 class Mask(NamedTuple):
-    """The elements that dropout keeps in rows [m, D]: row i is position (first_row + i) // batch of sample
-    first_sample + (first_row + i) % batch."""
+    """The elements that dropout keeps in rows [m, D]: global row r is position r // batch of sample first_sample + r %
+    batch; row i is r = first_row + i, but from ``split`` on second_row + i - split."""
 
     rng: Tensor | None = None  # int64 [3] = (seed, step, first_sample); None: every element is kept
     p: float = 0.0  # the share that is dropped
     site: int = 0  # the number of this dropout in the model
     first_row: int = 0
     batch: int = 1
+    split: int | None = None  # None: the rows are one piece
+    second_row: int = 0
+
+    @classmethod
+    def of(cls, rng: Tensor | None, p: float, site: int, *, first_row: FirstRow, batch: int) -> "Mask":
+        """Returns the mask of rows in one piece or two."""
+        if not isinstance(first_row, RowPieces):
+            return cls(rng, p, site, first_row, batch)
+        return cls(rng, p, site, first_row.first_row, batch, split=first_row.split, second_row=first_row.second_row)
+
+    @property
+    def rows(self) -> FirstRow:
+        """The place of the rows."""
+        return self.first_row if self.split is None else RowPieces(self.first_row, self.split, self.second_row)
+
+    def from_row(self, start: int) -> "Mask":
+        """Returns the mask of the rows from ``start`` on."""
+        split = self.split
+        if split is None or start < split:
+            return self._replace(first_row=self.first_row + start, split=None if split is None else split - start)
+        return self._replace(first_row=self.second_row + start - split, split=None, second_row=0)
 
 
 NO_MASK = Mask()
 
 
 class KernelMask(NamedTuple):
-    """A :class:`Mask` as the Triton kernels on rows take it."""
+    """A :class:`Mask` of rows in one piece, as the Triton kernels on rows take it."""
 
     rng_ptr: Tensor | None
     first_row: int
@@ -59,9 +101,22 @@ class KernelMask(NamedTuple):
     scale: float
 
 
-def kernel_mask(mask: Mask) -> KernelMask:
+class SplitKernelMask(NamedTuple):
+    """A KernelMask of rows in two pieces.  A record of its own, so that for one piece nothing is compiled."""
+
+    rng_ptr: Tensor | None
+    first_row: int
+    batch: int
+    site_head: int
+    threshold: int
+    scale: float
+    split: int
+    jump: int  # added to the global rows from ``split`` on
+
+
+def kernel_mask(mask: Mask) -> KernelMask | SplitKernelMask:
     T = threshold(mask.p)
-    return KernelMask(
+    one = KernelMask(
         rng_ptr=None if mask.rng is None else mask.rng.contiguous(),
         first_row=mask.first_row,
         batch=mask.batch,
@@ -69,6 +124,9 @@ def kernel_mask(mask: Mask) -> KernelMask:
         threshold=T << 16,
         scale=scale(mask.p),
     )
+    if mask.split is None:
+        return one
+    return SplitKernelMask(*one, split=mask.split, jump=mask.second_row - mask.split - mask.first_row)
 
 
 # ---- thresholds ----
@@ -195,7 +253,7 @@ def keep_rows(mask: Mask, rows: int, columns: int, dtype: torch.dtype) -> Tensor
     assert mask.rng is not None
     *key, first_sample = mask_key(mask.rng)
     device = mask.rng.device
-    row = torch.arange(mask.first_row, mask.first_row + rows, device=device)[:, None]
+    row = global_rows(mask.rows, rows, device)[:, None]
     out = torch.empty(rows, columns, dtype=dtype, device=device)
     step = max(1, (1 << 17) // max(columns, 1))  # rows whose int64 temporaries stay in the cache
     site_head = torch.tensor(mask.site << 16, device=device)

@@ -41,6 +41,7 @@ def conditions(model: nn.Module) -> dict[str, Any]:
             "bitwise": None,
             "tensor-parallel size": tp.size,
             "context-parallel size": tp.cp_size,
+            "context-parallel kind": None if tp.cp is None else tp.cp_kind,
             "sequence_parallel": split and tp.sequence_parallel,
             "overlap": tp.overlap if split else None,
             "one_machine": split and tp.one_machine,
