@@ -2,6 +2,7 @@
 
 aten            costs of ops that are not tpfuse's
 commands        ledger, memory and dryrun on the command line
+context         what a block sends over context-parallel ranks
 dryrun          one rank of any world, on meta tensors
 layer           one layer, side by side
 machine         what this machine can do, calibrated

@@ -9,7 +9,7 @@ from ...kernels.runtime.launch import pretending
 from ...layers.block import SAVING
 from ...models.config.model import ModelConfig
 from ...models.stack import FULL, RECOMPUTE, saving_of
-from ...parallel import TensorParallel
+from ...parallel import CP_KINDS, TensorParallel
 from ...pipeline.schedules import SCHEDULES
 from ..command import (
     CommandParser,
@@ -260,6 +260,15 @@ def register_dryrun(p: CommandParser) -> None:
     integers = comma_separated(positive)
     add_model(p)
     _add_step(p)
+    p.add_argument(
+        "--cp", type=positive, default=1, metavar="N", help="context-parallel size: ranks with a piece of each sequence"
+    )
+    p.add_argument(
+        "--cp-kind",
+        choices=CP_KINDS,
+        default="auto",
+        help="what attention exchanges over --cp: heads, or all keys and values (default: auto, what sends less)",
+    )
     add_arch(p)
     p.add_argument(
         "--sweep",
@@ -277,8 +286,10 @@ def register_dryrun(p: CommandParser) -> None:
 
 def _run_dryrun(args: Namespace) -> None:
     config = load_config(args.model)
-    if args.sweep and args.pp > 1:
-        raise ValueError("dryrun: --sweep is of tp and dp alone; leave out --pp")
+    if args.sweep and (args.pp > 1 or args.cp > 1):
+        raise ValueError("dryrun: --sweep is of tp and dp alone; leave out --pp and --cp")
+    if args.cp > 1 and args.pp > 1:
+        raise ValueError("dryrun: --cp is not counted for pipeline stages; leave out --cp or --pp")
     if args.sweep and (args.imbalance > 1 or args.over_replicas):
         raise ValueError("dryrun: --sweep is of even experts over tp; leave out --imbalance and --over-replicas")
     if args.plot and args.pp > 1:
@@ -309,11 +320,11 @@ def _run_stages(args: Namespace, config: ModelConfig) -> None:
 
 def _run_rank(args: Namespace, config: ModelConfig) -> None:
     with pretending(args.arch):
-        r = dryrun.run(config, _step_plan(args))
+        r = dryrun.run(config, _step_plan(args)._replace(cp=args.cp, cp_kind=args.cp_kind))
     states = {"DDP": r.held.state, "data_parallel": r.held.viewed, "FSDP": r.held.sharded}
     bars = {name: state._asdict() | {"activations": r.work.peak} for name, state in states.items()}
     formulas = {name: dict(counted=n, formula=formula) for name, n, formula, _ in dryrun.against_formulas(r)}
     values = dict(config=asdict(config)) | dryrun.as_json(r.plan, r.held, r.work) | dict(formulas=formulas)
-    title = f"{args.model}, tp {r.plan.tp} x dp {r.plan.dp}: memory of a rank"
+    title = f"{args.model}, {r.plan.axes}: memory of a rank"
     draw = lambda path: plots.bars(bars, path, title=title, axis="at the peak", unit="B")
     present(args, dryrun.report(r), values, draw)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ...collectives import reduced_bytes
 from ...layers.expert_sizes import ExpertSizes
 from ...layers.shapes import MoEShape
 from ...layers.shards import named_specs
@@ -23,6 +24,7 @@ from ...parallel import TensorParallel
 from ...sequence_parallel.assumed import assumed_imbalance
 from ...training.data_parallel import BUCKETS, bucket_count
 from .aten import ATTENTION, COMMUNICATION, GEMM
+from .context import PieceBlock
 from .layer import build, layer_kinds, token_ids, with_layers
 from .memory import StateBytes, activation_bytes, parameter_count, saved_bytes, state_bytes
 from .mfu import model_flops
@@ -32,13 +34,13 @@ from .text import Progress, progress, quantity, table
 
 
 @contextlib.contextmanager
-def fake_world(tp: int, dp: int = 1, pp: int = 1, stage: int = 0) -> Iterator[DeviceMesh]:
-    """Makes a mesh ("pp", "dp", "tp") of ranks of which this process is the first of ``stage``, a place on "pp", and
-    the others do not exist.
+def fake_world(tp: int, dp: int = 1, pp: int = 1, stage: int = 0, *, cp: int = 1) -> Iterator[DeviceMesh]:
+    """Makes a mesh ("pp", "dp", "cp", "tp") of ranks of which this process is the first of ``stage``, a place on "pp",
+    and the others do not exist.
 
     ValueError for sizes below 1 or where a process group exists already.
     """
-    for name, n in (("tp", tp), ("dp", dp), ("pp", pp)):
+    for name, n in (("tp", tp), ("cp", cp), ("dp", dp), ("pp", pp)):
         if n < 1:
             raise ValueError(f"fake_world: {name} must be at least 1, got {n}")
     if dist.is_initialized():
@@ -47,19 +49,21 @@ def fake_world(tp: int, dp: int = 1, pp: int = 1, stage: int = 0) -> Iterator[De
         )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=stage * dp * tp, world_size=pp * dp * tp)
+    of_stage = dp * cp * tp
+    dist.init_process_group("fake", store=FakeStore(), rank=stage * of_stage, world_size=pp * of_stage)
     try:
-        yield init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
+        yield init_device_mesh("cpu", (pp, dp, cp, tp), mesh_dim_names=("pp", "dp", "cp", "tp"))
     finally:
         dist.destroy_process_group()
 
 
 class Plan(NamedTuple):
-    """A run: ``micro_batch`` sequences of ``seq`` on each of ``dp`` replicas of ``tp`` ranks.
+    """A run: ``micro_batch`` sequences of ``seq`` on each of ``dp`` replicas of ``cp`` x ``tp`` ranks.
 
     ``full``: recompute="full", of each block the input is kept.  ``imbalance``: the rank that is run is the one whose
     experts have the most rows, so many times the mean of the ranks'; 1: all have as many.  ``over_replicas``: experts
-    are divided among the ranks of all replicas, ``experts=mesh["dp", "tp"]`` of a model.
+    are divided among the ranks of all replicas, ``experts=mesh["dp", "tp"]`` of a model.  ``cp``: the ranks that hold
+    pieces of each sequence; ``cp_kind``: what they exchange (:class:`tpfuse.TensorParallel`).
     """
 
     tp: int = 1
@@ -73,6 +77,25 @@ class Plan(NamedTuple):
     full: bool = False
     imbalance: float = 1.0
     over_replicas: bool = False
+    cp: int = 1
+    cp_kind: str = "auto"
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return self.tp * self.cp * self.dp
+
+    @property
+    def axes(self) -> str:
+        """The sizes in words; cp with its kind, where there is one."""
+        cp = f" x cp {self.cp} ({self.cp_kind})" if self.cp > 1 else ""
+        return f"tp {self.tp}{cp} x dp {self.dp}"
+
+    @property
+    def piece(self) -> int:
+        """Positions of a rank's piece of a sequence, one chunk, or of "keys" two; the last may be padding."""
+        chunks = 2 if self.cp > 1 and self.cp_kind == "keys" else 1
+        return -(-self.seq // (chunks * self.cp)) * chunks
 
     @property
     def expert_replicas(self) -> int:
@@ -100,8 +123,8 @@ class MicroBatchCost(NamedTuple):
     """Costs of a micro-batch, forward and backward, on one rank.
 
     ``saved``: bytes at the end of forward.  ``peak``: the most alive at once, parameters and their gradients apart.
-    ``moved``: bytes read and written.  ``wire``: bytes sent over tp, by ``messages``: (collective, phase) -> (calls,
-    bytes sent).
+    ``moved``: bytes read and written.  ``wire``: bytes sent over tp, ``cp_wire``: over cp, by ``messages``: ("tp" or
+    "cp", collective, phase) -> (calls, bytes sent).
     """
 
     saved: int
@@ -110,7 +133,8 @@ class MicroBatchCost(NamedTuple):
     attention_flops: int
     moved: int
     wire: int
-    messages: dict[tuple[str, str], tuple[int, int]]
+    cp_wire: int
+    messages: dict[tuple[str, str, str], tuple[int, int]]
 
     @property
     def flops(self) -> int:
@@ -119,7 +143,7 @@ class MicroBatchCost(NamedTuple):
 
 
 class DryRun(NamedTuple):
-    """A dry run's results."""
+    """A dry run's results; the plan has the ``cp_kind`` that was run where "auto" was asked for."""
 
     config: ModelConfig
     plan: Plan
@@ -131,15 +155,19 @@ class DryRun(NamedTuple):
 def run(config: ModelConfig, plan: Plan) -> DryRun:
     """Runs forward and backward of rank 0.  ValueError, as at run time, for sizes that cannot be split, and for an
     imbalance that the ranks cannot have."""
-    with fake_world(plan.tp, plan.dp) as mesh:
+    with fake_world(plan.tp, plan.dp, cp=plan.cp) as mesh:
         model = planned_model(config, plan, mesh)
+        plan = plan._replace(cp_kind=model.tp.cp_kind)
         return DryRun(config, plan, held_by(model, plan), *_work(model, plan))
 
 
 def planned_model(config: ModelConfig, plan: Plan, mesh: DeviceMesh) -> Model:
     """Returns the model of a plan, on the meta device."""
     check_imbalance("dry run", config, plan.imbalance, plan.tp, replicas=plan.expert_replicas)
-    tp = TensorParallel(mesh["tp"], sequence_parallel=plan.sequence_parallel)
+    tp = TensorParallel(
+        mesh["tp"], sequence_parallel=plan.sequence_parallel, cp=mesh["cp"] if plan.cp > 1 else None,
+        cp_kind=plan.cp_kind,
+    )  # fmt: skip
     experts = expert_ranks_of(mesh, tp) if plan.expert_replicas > 1 else None
     return build(config, tp=tp, dp=mesh["dp"], experts=experts, saving=plan.saving, full=plan.full, dtype=plan.dtype)
 
@@ -187,19 +215,22 @@ def _work(model: Model, plan: Plan) -> tuple[MicroBatchCost, Ledger]:
             loss = model(ids, labels=ids).loss
         loss.backward()
     progress.clear()
-    total = ledger.total()
-    messages = {
-        (op, phase): (row.calls, row.wire)
-        for (op, phase, kind), row in ledger.sums("op", "phase", "kind").items()
-        if kind == COMMUNICATION
-    }
+    total, messages = ledger.total(), dict[tuple[str, str, str], tuple[int, int]]()
+    context = None if model.tp.cp is None else model.tp.cp.group_name
+    for (op, phase, kind, group), row in ledger.sums("op", "phase", "kind", "group").items():
+        if kind == COMMUNICATION:
+            key = "cp" if group == context else "tp", op, phase
+            calls, wire = messages.get(key, (0, 0))
+            messages[key] = calls + row.calls, wire + row.wire
+    cp_wire = sum(wire for (over, *_), (_, wire) in messages.items() if over == "cp")
     work = MicroBatchCost(
         saved=saved(),
         peak=ledger.peak,
         gemm_flops=ledger.total(kind=GEMM).flops,
         attention_flops=ledger.total(kind=ATTENTION).flops,
         moved=total.moved,
-        wire=total.wire,
+        wire=total.wire - cp_wire,
+        cp_wire=cp_wire,
         messages=messages,
     )
     return work, ledger
@@ -210,8 +241,9 @@ def _work(model: Model, plan: Plan) -> tuple[MicroBatchCost, Ledger]:
 
 def layer_bytes(config: ModelConfig, plan: Plan, layer: int | None = None) -> float:
     """Returns the bytes that one layer saves for backward on one rank, in closed form (:func:`activation_bytes`)."""
-    return activation_bytes(
-        config, plan.tp, plan.sequence_parallel, plan.saving, full=plan.full, seq=plan.seq, batch=plan.micro_batch,
+    more = 0 if plan.full or plan.cp == 1 else _piece_block(config, plan, layer).attention.saved
+    return more + activation_bytes(
+        config, plan.tp, plan.sequence_parallel, plan.saving, full=plan.full, seq=plan.piece, batch=plan.micro_batch,
         element_size=plan.dtype.itemsize, imbalance=plan.imbalance, replicas=plan.expert_replicas, layer=layer,
     )  # fmt: skip
 
@@ -231,7 +263,7 @@ def measured_layer(config: ModelConfig, plan: Plan, layer: int = 0) -> int:
             model(ids, labels=ids)
         return saved()
 
-    with fake_world(plan.tp, plan.dp) as mesh:
+    with fake_world(plan.tp, plan.dp, cp=plan.cp) as mesh:
         return saved_with(2) - saved_with(1)
 
 
@@ -245,7 +277,7 @@ def expected_wire(config: ModelConfig, plan: Plan) -> int:
     and gathers again, or without sequence parallelism in place of exchanges (tpfuse/layers/expert_sizes.py).  Blocks
     that are recomputed send what forward sends again.
     """
-    R, rows = plan.tp, -(-plan.seq * plan.micro_batch // plan.tp)
+    R, rows = plan.tp, -(-plan.piece * plan.micro_batch // plan.tp)
     tiles, experts = 5 if plan.sequence_parallel else 4, 0.0
     for s in Shape.kinds(config):
         layer, forward = (10, 4) if plan.sequence_parallel else (8, 4)
@@ -257,6 +289,24 @@ def expected_wire(config: ModelConfig, plan: Plan) -> int:
     return tiles * (R - 1) * rows * config.hidden_size * plan.dtype.itemsize + round(experts)
 
 
+def expected_cp_wire(config: ModelConfig, plan: Plan) -> int:
+    """Returns the bytes that a rank sends over cp per micro-batch: of blocks (:class:`.context.PieceBlock`), and of the
+    gradients of embedding and head, of which norms and vectors are small."""
+    if plan.cp == 1:
+        return 0
+    table = -(-config.vocab_size // plan.tp) * config.hidden_size
+    wire = 2 * reduced_bytes(table, plan.dtype.itemsize, plan.cp)
+    for layers in layers_by_mlp(config).values():
+        wire += len(layers) * _piece_block(config, plan, layers[0]).wire(recomputed=plan.full)
+    return wire
+
+
+def _piece_block(config: ModelConfig, plan: Plan, layer: int | None) -> PieceBlock:
+    """Returns a layer's block on one of the ranks that hold pieces of the sequences."""
+    rows, element = plan.piece * plan.micro_batch, plan.dtype.itemsize
+    return PieceBlock.of(config, tp=plan.tp, rows=rows, ranks=plan.cp, kind=plan.cp_kind, element=element, layer=layer)
+
+
 def _expert_sizes(shape: MoEShape, rows: float, plan: Plan) -> ExpertSizes:
     """Returns the sizes of experts on a rank that has so many rows of its own."""
     ranks, element = plan.tp * plan.expert_replicas, plan.dtype.itemsize
@@ -266,17 +316,22 @@ def _expert_sizes(shape: MoEShape, rows: float, plan: Plan) -> ExpertSizes:
 def against_formulas(r: DryRun) -> list[tuple[str, float, float, str]]:
     """Returns (name, counted, formula, unit) of one rank's costs."""
     c, plan, work = r.config, r.plan, r.work
-    flops = model_flops(c, plan.seq, plan.micro_batch) / plan.tp
+    flops = model_flops(c, plan.seq, plan.micro_batch) / (plan.tp * plan.cp)
     for s in Shape.kinds(c):
         if s.experts is not None:
-            sizes = _expert_sizes(s.experts, plan.seq * plan.micro_batch / plan.tp, plan)
+            sizes = _expert_sizes(s.experts, plan.piece * plan.micro_batch / plan.tp, plan)
             flops += 3 * s.L * (sizes.flops() - sizes._replace(imbalance=1).flops())
-    return [
+    rows = [
         ("parameters", r.held.parameters, parameter_count(c, plan.tp, replicas=plan.expert_replicas), ""),
         ("saved activations (formula: of the layers)", work.saved, saved_formula(c, plan), "B"),
         ("flops (formula: of the model, all keys)", work.flops, flops, "flop"),
         ("sent over tp (formula: of row tiles)", work.wire, expected_wire(c, plan), "B"),
     ]
+    if plan.cp > 1:
+        rows.append(
+            ("sent over cp (formula: of blocks, embedding, head)", work.cp_wire, expected_cp_wire(c, plan), "B")
+        )
+    return rows
 
 
 def memory_table(r: DryRun) -> str:
@@ -305,7 +360,7 @@ def report(r: DryRun) -> str:
     head = (
         f"{c.num_layers} layers, width {c.hidden_size}, {c.num_heads} heads, vocabulary {c.vocab_size}:"
         f" {quantity(parameter_count(c))} parameters\n"
-        f"tp {plan.tp} x dp {plan.dp} = {plan.tp * plan.dp} ranks, {mode},"
+        f"{plan.axes} = {plan.ranks} ranks, {mode},"
         f"{' experts over replicas,' if plan.over_replicas else ''} saving {saving}, {dtype};"
         f" a rank's forward + backward of {plan.micro_batch} x {plan.seq} tokens"
     )
@@ -315,7 +370,7 @@ def report(r: DryRun) -> str:
     ]
     counted = table(("a rank's", "counted", "formula", "ratio"), numbers) + f"\n{_RATIOS}"
     rows: list[tuple[object, ...]] = [
-        ("tp", op, phase, calls, quantity(wire, "B")) for (op, phase), (calls, wire) in work.messages.items()
+        (*key, calls, quantity(wire, "B")) for key, (calls, wire) in work.messages.items()
     ]
     if plan.dp > 1:
         rows.append(("dp", "all_reduce (DDP buckets)", "a step", held.reduced[0], quantity(held.reduced[1], "B")))
@@ -333,12 +388,15 @@ def report(r: DryRun) -> str:
 
 def as_json(plan: Plan, held: RankMemory, work: MicroBatchCost) -> dict[str, Any]:
     """Returns plain numbers, of one rank."""
-    messages = [dict(op=op, phase=phase, calls=n, bytes=wire) for (op, phase), (n, wire) in work.messages.items()]
+    messages = [
+        dict(over=over, op=op, phase=phase, calls=calls, bytes=wire)
+        for (over, op, phase), (calls, wire) in work.messages.items()
+    ]
     states = {
         name: getattr(held, name)._asdict() | dict(total=getattr(held, name).total)
         for name in ("state", "viewed", "sharded")
     }
-    planned = plan._asdict() | dict(dtype=str(plan.dtype).removeprefix("torch."), ranks=plan.tp * plan.dp)
+    planned = plan._asdict() | dict(dtype=str(plan.dtype).removeprefix("torch."), ranks=plan.ranks)
     return dict(
         plan=planned, held=held._asdict() | states, work=work._asdict() | dict(messages=messages, flops=work.flops)
     )
@@ -358,7 +416,7 @@ class Point(NamedTuple):
     @property
     def ranks(self) -> int:
         """The number of ranks."""
-        return self.plan.tp * self.plan.dp
+        return self.plan.ranks
 
 
 def point(config: ModelConfig, plan: Plan) -> Point:
@@ -367,7 +425,7 @@ def point(config: ModelConfig, plan: Plan) -> Point:
     Where layers are not alike, all of them run.
     """
     L = config.num_layers
-    with fake_world(plan.tp, plan.dp) as mesh:
+    with fake_world(plan.tp, plan.dp, cp=plan.cp) as mesh:
         held = held_by(planned_model(config, plan, mesh), plan)
         if L <= 3 or len(set(layer_kinds(config))) > 1:
             return Point(plan, held, _work(planned_model(config, plan, mesh), plan)[0])

@@ -34,7 +34,8 @@ class Entry(NamedTuple):
     ``read`` and ``written`` are bytes of this rank's memory, ``least`` the lower bound on their sum, ``wire`` bytes
     sent to other ranks.  ``inputs`` and ``outputs`` are (storage number, bytes), the same number wherever the same
     storage is seen.  ``drops``: the call makes a dropout mask.  ``scores``: those that attention makes.  ``ranks``:
-    how many a gather or an exchange of rows is among; 0: not known, the tensor-parallel ones.
+    how many a gather or an exchange of rows is among; 0: not known, the tensor-parallel ones.  ``group``: the name of
+    a collective's process group.
     """
 
     op: str
@@ -51,6 +52,7 @@ class Entry(NamedTuple):
     drops: bool = False
     scores: int = 0
     ranks: int = 0
+    group: str = ""
 
     @property
     def moved(self) -> int:
@@ -131,6 +133,7 @@ class Ledger(TorchDispatchMode):
                 drops=drops,
                 scores=cost.scores,
                 ranks=_ranks(name, args),
+                group=next((a for a in args if isinstance(a, str)), "") if kind == aten.COMMUNICATION else "",
             )
             self.entries.append(entry)
         return outputs
