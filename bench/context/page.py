@@ -64,10 +64,10 @@ def draw(result: dict, path: pathlib.Path) -> None:
     places = [(row, group) for group in ATTENTION for row in result["rows"]]
     for i, kind in enumerate(KINDS):
         quartiles = [row[group]["seconds"][kind] for row, group in places]
-        at = [x + 0.27 * (i - 1) for x in range(len(places))]
-        right.bar(at, [1e3 * q[1] for q in quartiles], 0.25, label=kind)
+        places_of_kind = [x + 0.27 * (i - 1) for x in range(len(places))]
+        right.bar(places_of_kind, [1e3 * q[1] for q in quartiles], 0.25, label=kind)
         errors = [[1e3 * (q[1] - q[0]) for q in quartiles], [1e3 * (q[2] - q[1]) for q in quartiles]]
-        right.errorbar(at, [1e3 * q[1] for q in quartiles], errors, fmt="none", ecolor="k", linewidth=0.8)
+        right.errorbar(places_of_kind, [1e3 * q[1] for q in quartiles], errors, fmt="none", ecolor="k", linewidth=0.8)
     right.set_xticks(range(len(places)), [f"{link(row)}\n{group}" for row, group in places], fontsize=6)
     right.set(ylabel="ms", title="attention of two ranks, forward and backward", ylim=(0, None))
     right.legend(fontsize=7)

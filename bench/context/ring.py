@@ -37,10 +37,10 @@ class RingAttention(torch.autograd.Function):
             block = Block(rank, (rank - turn) % size, n)
             k_t, v_t = (t[:, :, block.keys].repeat_interleave(H // k.shape[1], 1) for t in travelling)
             part, part_lse = _FORWARD(q[:, :, block.queries], k_t, v_t, 0.0, block.causal)
-            before, at = lse[:, :, block.queries], (slice(None), slice(None), block.queries)
-            total = torch.logaddexp(before, part_lse)
-            o[at] = o[at] * (before - total).exp()[..., None] + part * (part_lse - total).exp()[..., None]
-            lse[at] = total
+            sums, o_t = lse[:, :, block.queries], o[:, :, block.queries]
+            total = torch.logaddexp(sums, part_lse)
+            o_t.mul_((sums - total).exp()[..., None]).add_(part * (part_lse - total).exp()[..., None])
+            sums.copy_(total)
             travelling = _shifted(travelling) if turn < size - 1 else travelling
         ctx.save_for_backward(q, k, v, o, lse)
         return o

@@ -71,8 +71,8 @@ def _timed(rank: int, args: argparse.Namespace, gbit: float, ends: list[End], po
 
 def _figures(times: dict[str, list[float]]) -> dict[str, dict[str, list[float]]]:
     """Returns quartiles of the seconds, and of each kind over the first in the same round."""
-    first = next(iter(times.values()))
-    over = {name: [a / b for a, b in zip(took, first, strict=True)] for name, took in times.items()}
+    reference = next(iter(times.values()))
+    over = {name: [a / b for a, b in zip(took, reference, strict=True)] for name, took in times.items()}
     return dict(seconds=_quartiles(times), over=_quartiles(over))
 
 
@@ -139,9 +139,9 @@ def _held(rank: int, seq: int, ends: list[End], port: int, results: Any) -> None
     tp = TensorParallel(cp=dist.group.WORLD, cp_kind="heads")
     _step(tp, 64)  # what is allocated once
     peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    before = peak()
+    start = peak()
     _step(tp, seq)
-    grown = torch.tensor(peak() - before)
+    grown = torch.tensor(peak() - start)
     dist.all_reduce(grown, op=dist.ReduceOp.MAX)
     if rank == 0:
         results.put(float(grown))
