@@ -53,11 +53,14 @@ def follow(plan: Path, args: argparse.Namespace) -> None:
         dp, tp, pp, count = (split[name] for name in ("dp", "tp", "pp", "micro_batches"))
         staged = dict(schedule=split["schedule"], chunks=split["chunks"], stage_layers=split["layers"])
         memory = dict(saving=split["saving"], recompute="full" if split["full"] else None)
-        sharded, layers, batch = split["sharded"], job["num_layers"], job["batch"]
+        sharded, over_replicas = split["sharded"], split["over_replicas"]
+        layers, batch = job["num_layers"], job["batch"]
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise ValueError(f"--plan {plan} is not what python -m tpfuse plan --json writes ({error!r})") from None
     if sharded:
         raise ValueError("--plan: sharded is true, and this script has no FSDP: plan with --fix sharded=no")
+    if over_replicas:
+        raise ValueError("--plan: over_replicas is true, and this script has no experts")
     shape = args.layers or SIZES[args.size]["num_layers"]
     for name, planned, actual in (
         ("--layers", layers, shape),

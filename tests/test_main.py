@@ -64,6 +64,24 @@ def test_experts_of_a_local_config(capsys, tmp_path):
     assert "2 of 8 experts" in said(capsys, "ledger", str(tmp_path), "--tp", "4", "--seq", "64", "--imbalance", "2.5")
 
 
+def test_layers_of_both_kinds(capsys, tmp_path):
+    """``memory`` has a row of each kind, ``ledger`` the layer that is asked for, ``dryrun`` the sum."""
+    few = dict(num_hidden_layers=3, hidden_size=64, intermediate_size=96, moe_intermediate_size=48, vocab_size=96)
+    few |= dict(num_attention_heads=4, num_key_value_heads=4, head_dim=16, num_local_experts=8, mlp_only_layers=[0, 2])
+    (tmp_path / "config.json").write_text(json.dumps(PRESETS["qwen3-30b-a3b"] | few))
+    argv = "--model", str(tmp_path), "--tp", "2", "--dp", "2", "--seq", "64", "--json"
+    values = json.loads(said(capsys, "memory", *argv))
+    name = "{}: tpfuse, TP 2 + SP, fastest"
+    mlp, experts = (values["activations"][name.format(kind)] for kind in ("MLP", "experts"))
+    assert mlp["all_layers"] == 2 * mlp["a_layer"] and experts["all_layers"] == experts["a_layer"]
+    alone, shared = (json.loads(said(capsys, "dryrun", *argv, *x)) for x in ((), ("--over-replicas",)))
+    saved = alone["formulas"]["saved activations (formula: of the layers)"]["formula"]
+    assert saved == mlp["all_layers"] + experts["all_layers"]
+    assert shared["held"]["parameters"] < alone["held"]["parameters"] and shared["plan"]["over_replicas"]
+    ledger = "ledger", str(tmp_path), "--seq", "64"
+    assert " experts" not in said(capsys, *ledger) and " experts" in said(capsys, *ledger, "--layer", "1")
+
+
 def test_pipeline(capsys, tmp_path):
     said(capsys, "pipeline", "--stages", "2", "--schedule", "1f1b,zbv", "--plot", str(tmp_path / "gantt.png"))
     argv = "pipeline", "--stages", "4", "--micro-batches", "8"
@@ -183,7 +201,8 @@ def test_layouts(capsys, tmp_path):
 ERRORS = {
     "memory --model mixtral-8x7b --tp 2 --imbalance 3": "imbalance is the busiest rank's rows over the mean, 1 to tp=2",
     "dryrun --model gpt2 --tp 2 --imbalance 1.5": "imbalance is of a model with experts, and this one has none",
-    "dryrun --model mixtral-8x7b --sweep --imbalance 2": "--sweep is of even experts; leave out --imbalance",
+    "dryrun --model mixtral-8x7b --sweep --imbalance 2": "--sweep is of even experts over tp; leave out --imbalance",
+    "ledger gpt-3m --layer 99": "layer must be 0 to",
     "layouts --model gpt-22b --memory 3": "the least that would do is 43,505,418,240",
     "layouts --model gpt-22b --mesh 4x8 --bandwidth 25": "--bandwidth needs 2 numbers, one an axis, got 1",
     "dryrun --model gpt2 --tp 5": "num_heads=12 is not divisible by tensor-parallel size 5; use 1, 2, 3, 4, 6 or 12",

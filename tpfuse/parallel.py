@@ -237,8 +237,8 @@ class TensorParallel:
         """Returns the chunks of this rank's piece of ``seq`` positions, without the padding at the end of a sequence:
         one with less than the first has positions is followed by none."""
         chunks = self.cp_chunks
-        here, size = len(chunks) // self.cp_size, -(-seq // len(chunks))
-        mine = chunks[self.cp_rank * here :][:here]
+        count, size = len(chunks) // self.cp_size, -(-seq // len(chunks))
+        mine = chunks[self.cp_rank * count :][:count]
         return [slice(min(chunk * size, seq), min((chunk + 1) * size, seq)) for chunk in mine]
 
     def positions(self, seq: int) -> torch.Tensor:
@@ -250,11 +250,11 @@ class TensorParallel:
         ``start`` of the piece on."""
         if self.cp is None:
             return start
-        first, *others = (chunk.start * batch for chunk in self.chunks(seq))
-        split = self.piece(seq) * batch // (1 + len(others)) - start  # rows before the second chunk
-        if not others or rows <= split:
-            return first + start
-        return others[0] - split if split <= 0 else RowPieces(first + start, split, others[0])
+        starts = [chunk.start * batch for chunk in self.chunks(seq)]
+        split = self.piece(seq) * batch // len(starts) - start  # rows before the second chunk
+        if len(starts) == 1 or rows <= split:
+            return starts[0] + start
+        return starts[1] - split if split <= 0 else RowPieces(starts[0] + start, split, starts[1])
 
     @property
     def row_shards(self) -> int:

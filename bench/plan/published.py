@@ -8,7 +8,6 @@ own layers (bench/plan/megatron.py), which the papers measured.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -16,14 +15,13 @@ import torch
 from bench.plan.megatron import MegatronCosts, optimizer
 from tpfuse.models import GPTConfig
 from tpfuse.pipeline import Timeline, Work, demand, order, simulate
-from tpfuse.tools.ledger import parameter_count
 from tpfuse.tools.ledger.mfu import PUBLISHED, Published, model_flops
 from tpfuse.tools.plan.cluster import preset
 from tpfuse.tools.plan.messages import between_stages
 from tpfuse.tools.plan.split import Job, Split
 
 KORTHIKANTI, MEGATRON = "arXiv:2205.05198", "arXiv:1909.08053"
-GPIPE, PIPEFISHER, ALPA = "arXiv:1811.06965", "arXiv:2211.14133", "arXiv:2201.12023"
+GPIPE, PIPEFISHER = "arXiv:1811.06965", "arXiv:2211.14133"
 
 
 class Row(NamedTuple):
@@ -191,44 +189,12 @@ def pipefisher() -> list[Row]:
     return rows
 
 
-# ---- Zheng et al. 2022: GShard's mixtures of experts ----
-
-MIXTURES = (  # billions of parameters, as suite_manual_moe.py of alpa-projects/alpa calls them; width, layers, experts
-    (0.38, 768, 8, 8),
-    (0.69, 768, 8, 16),
-    (1.3, 768, 16, 16),
-    (2.4, 1024, 16, 16),
-    (7.1, 1280, 16, 32),
-    (10, 1536, 16, 32),
-    (27, 2048, 16, 48),
-    (70, 2048, 32, 64),
-    (140, 2048, 32, 128),
-)
-
-
-def mixtures() -> list[Row]:
-    """Experts in every other layer, MLPs of two matrices and eight times the width: as many elements as three matrices
-    of 16/3 have, tpfuse's gated ones."""
-    rows = []
-    for billions, width, layers, experts in MIXTURES:
-        dense = GPTConfig(
-            vocab_size=32000, max_positions=1024, hidden_size=width, num_layers=layers, num_heads=16,
-            ffn_size=round(16 / 3 * width), gated=True, activation="silu", mlp_bias=False,
-        )  # fmt: skip
-        halves = dense, replace(dense, num_experts=experts, experts_per_token=2)
-        ours = sum(map(parameter_count, halves)) / 2e9
-        case = f"parameters, width {width}, {layers} layers, {experts} experts"
-        rows.append(Row("mixtures", case, "billions", ours=ours, paper=billions))
-    return rows
-
-
 TABLES: dict[str, tuple[str, Callable[[], list[Row]]]] = {
     "one layer": (KORTHIKANTI, one_layer),
     "iterations": (KORTHIKANTI, iterations),
     "weak scaling": (MEGATRON, weak_scaling),
     "gpipe": (GPIPE, gpipe),
     "pipefisher": (PIPEFISHER, pipefisher),
-    "mixtures": (ALPA, mixtures),
 }
 
 

@@ -30,6 +30,7 @@ RANKS = {
     "README.md": 2,
     "docs/training.md": 2,
     "docs/data_parallel.md": 2,
+    "docs/context.md": 2,
     "docs/experts.md": 2,
     "docs/coming_from.md": 2,
     "docs/faults.md": 2,
@@ -174,8 +175,8 @@ def test_readme_has_its_examples():
     assert {"README.md", *(f"docs/{stem}.md" for stem in STEMS)} == {name_of(page) for page in WITH_PYTHON}
 
 
-STEMS = """bits coming_from data_parallel experts faults fine_tuning kernels layers ledger models overlap packing
-pipeline plan training""".split()
+STEMS = """bits coming_from context data_parallel experts faults fine_tuning kernels layers ledger models overlap
+packing pipeline plan training""".split()
 
 
 def test_the_first_example_runs_in_plain_python():

@@ -28,9 +28,11 @@ class Counted(NamedTuple):
     collectives: int
 
 
-def counted(tp: TensorParallel, dtype: torch.dtype, keep: bool, device: str = "cpu", shape=SHAPE) -> Counted:
+def counted(
+    tp: TensorParallel, dtype: torch.dtype, keep: bool, device: str = "cpu", shape=SHAPE, experts=None
+) -> Counted:
     """Forward and backward of a layer on this rank."""
-    layer = ParallelMoE(**shape._asdict(), tp=tp, dtype=dtype, device=device)
+    layer = ParallelMoE(**shape._asdict(), tp=tp, dtype=dtype, device=device, experts=experts)
     x = torch.ones(ROWS // tp.row_shards, SHAPE.hidden_size, dtype=dtype, device=device, requires_grad=True)
     call = Call(keep=keep)
     layer(x, call=call).sum().backward()  # compares the ranks' calls, once
@@ -77,6 +79,26 @@ def test_every_byte_of_a_shared_expert(ranks, R, sp, dtype, shape):
         dry = counted(tp, dtype, True, device="meta", shape=shape)
     assert dry[:3] == formula(R, sp, dtype, True, shape=shape)
     assert ranks(R, on_ranks, sp, dtype, True, evenly, shape) == [dry] * R
+
+
+def over_replicas(world, where, keep: bool, sp: bool) -> Counted:
+    """A rank of two replicas, each with as many rows as all ranks have elsewhere here."""
+    mesh = world.stages(1, 2, 2)
+    tp = TensorParallel(mesh["tp"], sequence_parallel=sp)
+    with routed(where):
+        return counted(tp, FP32, keep, shape=SHARED, experts=mesh["dp", "tp"])
+
+
+@pytest.mark.parametrize("keep, sp", [(True, True), (False, True), (True, False)])
+def test_every_byte_over_replicas(ranks, keep, sp):
+    """The rows of two replicas over four ranks: the router and the shared expert are of the two ranks of one."""
+    for where, imbalance in ((evenly, 1), (to_the_first, 4)):
+        sizes = ExpertSizes(SHARED, ROWS / 2, 4, 4, imbalance=imbalance, replicas=2)
+        n = ROWS // 2 * SHAPE.hidden_size * 4
+        form = 3 * sizes.flops(), sizes.saved(kept=keep) + n, sizes.wire(kept=keep) + (0 if sp else 2 * n)
+        first, *others = ranks(4, over_replicas, where, keep, sp)
+        assert first[:3] == form
+        assert (others == [first] * 3) == (imbalance == 1)
 
 
 @pytest.mark.parametrize("keep", [True, False])

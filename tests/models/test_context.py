@@ -1,6 +1,8 @@
 """Models over context-parallel ranks against one process, in fp64 with dropout: loss, hidden states, every gradient.
 
 The kinds are those whose bits are compared elsewhere: every family, adapters, hooks, experts, odd sizes.
+
+Spans: tpfuse/sequence_parallel/context.py, and all that uses the rows of a piece.
 """
 
 import functools

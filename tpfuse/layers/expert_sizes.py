@@ -19,7 +19,8 @@ A shared expert of width S adds, where the gate is a row more of the router:
     rows       m (t - 1) of D: x and dy, x again, y and dx; of 1: the gate, and with one its gradient
 
 ``imbalance`` is 1 where all ranks have as many rows.  ``kept``: rows that arrive are saved, as a block with
-saving="fastest" does (of one rank n itself is saved, or not).
+saving="fastest" does (of one rank n itself is saved, or not).  Where the t ranks are those of several replicas, the
+router and the shared expert are of the ranks of one alone.
 """
 
 from typing import NamedTuple
@@ -31,13 +32,19 @@ from .shapes import MoEShape
 
 class ExpertSizes(NamedTuple):
     """Sizes of a layer on one of ``ranks``, each with ``rows`` of its own, of which the experts here have ``imbalance``
-    times the mean; ``element``: bytes of one."""
+    times the mean; ``element``: bytes of one; ``replicas``: how many the ranks are those of."""
 
     shape: MoEShape
     rows: float
     ranks: int
     element: int
     imbalance: float = 1.0
+    replicas: int = 1
+
+    @property
+    def tp(self) -> int:
+        """Ranks of a replica."""
+        return self.ranks // self.replicas
 
     @property
     def here(self) -> float:
@@ -56,8 +63,9 @@ class ExpertSizes(NamedTuple):
 
     @property
     def peers(self) -> float:
-        """Rows that this rank sends where it sends all its rows to every other rank; 0 without a shared expert."""
-        return 0 if self.shape.shared_size is None else self.rows * (self.ranks - 1)
+        """Rows that this rank sends where it sends all its rows to every other of its replica; 0 without a shared
+        expert."""
+        return 0 if self.shape.shared_size is None else self.rows * (self.tp - 1)
 
     def distinct(self, *, own: bool) -> int:
         """Returns how many of its rows a rank sends to the one counted, its ``own``, or to another."""
@@ -81,7 +89,7 @@ class ExpertSizes(NamedTuple):
             exchanged = 8 * (own + others) + kept * self.ranks * own * e * D
         of_rows = (E + k) * a + 12 * k
         if S is not None:
-            of_rows += 2 * e * S + self.ranks * a + gate * (2 * a + 4)
+            of_rows += 2 * e * S + self.tp * a + gate * (2 * a + 4)
         offsets = 8 * (E + 1 + several * (E // self.ranks + 1))
         widened = a * self.router if a > e or gate else 0
         return self.here * of_experts + self.rows * of_rows + exchanged + offsets + widened
@@ -96,7 +104,7 @@ class ExpertSizes(NamedTuple):
         weights = 2 * k * self.rows * (1 - self.imbalance / t)
         forward = (there + back) * e * D + weights * a + 8 * (E + t) * (t - 1)
         forward += self.peers * (2 * e * D + a)
-        backward = (there * (1 if kept else 2) + back) * e * D + back * a + reduced_bytes(self.router, a, t)
+        backward = (there * (1 if kept else 2) + back) * e * D + back * a + reduced_bytes(self.router, a, self.tp)
         backward += self.peers * (3 * e * D + gate * a)
         return forward * (2 if recomputed else 1) + backward
 
@@ -104,4 +112,4 @@ class ExpertSizes(NamedTuple):
         """Returns how many messages that is where rows are kept: counts, weights, x, y, dy, dx, gradients of weights,
         and those of the router's gradient; of a shared expert x twice, gates, y, dy, dx and the gate's gradient."""
         shared = 0 if self.shape.shared_size is None else 6 + self.shape.shared_gate
-        return (7 + shared) * (self.ranks - 1) + reduce_messages(self.router, self.ranks)
+        return 7 * (self.ranks - 1) + shared * (self.tp - 1) + reduce_messages(self.router, self.tp)

@@ -7,12 +7,12 @@ What comes out is the same on every rank, and the gradients are complete.  A sli
 that any vocabulary size works; the last ranks may have fewer columns.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..kernels.losses.op import Reduction
 from ..kernels.losses.op import cross_entropy as kernel
 from ..kernels.losses.options import IGNORE
 from ..kernels.runtime.errors import check
@@ -58,9 +58,12 @@ def cross_entropy(
         vocab_size, ignore_index, label_smoothing, z_loss=z_loss, normalizer=normalizer, reduction=reduction
     )
     loss.compare("cross_entropy", labels, tp)
-    gather = lambda stats: gather_stats(stats, tp)
-    run = functools.partial(kernel, logits, first_token=first_token, gather=gather, leaf=leaf_of(vocab_size, tp))
-    return loss_of_pieces(run, labels, tp, **loss._asdict())
+    run = lambda normalizer: kernel(
+        logits, labels, first_token=first_token, gather=lambda stats: gather_stats(stats, tp), vocab_size=vocab_size,
+        ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, normalizer=normalizer,
+        reduction=reduction, leaf=leaf_of(vocab_size, tp),
+    )  # fmt: skip
+    return loss_of_pieces(run, labels, Reduction(reduction, normalizer), tp, ignore_index=ignore_index)
 
 
 def linear_cross_entropy(
@@ -90,10 +93,12 @@ def linear_cross_entropy(
     )
     loss.compare(name, labels, tp)
     weight, bias = on_pieces(weight, tp), on_pieces(bias, tp)
-    run = lambda labels, **options: gather_linear_cross_entropy(
-        x, weight, labels, bias, tp=tp, first_token=first_token, **options
-    )
-    return loss_of_pieces(run, labels, tp, **loss._asdict())
+    run = lambda normalizer: gather_linear_cross_entropy(
+        x, weight, labels, bias, tp=tp, first_token=first_token, vocab_size=vocab_size,
+        ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, normalizer=normalizer,
+        reduction=reduction,
+    )  # fmt: skip
+    return loss_of_pieces(run, labels, Reduction(reduction, normalizer), tp, ignore_index=ignore_index)
 
 
 def log_probs(

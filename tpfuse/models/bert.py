@@ -199,7 +199,7 @@ class Bert(Model):
             self._transform(h),
             labels,
             weight=self._tied(),
-            options=self._loss_options(inputs, inputs.labels),
+            options=self._normalized(inputs, inputs.labels).loss_options,
             keep=labels is None or bool(inputs.return_logits),
             small=self.saving == "smallest" and not served(self.head),
         )

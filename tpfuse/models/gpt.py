@@ -238,7 +238,7 @@ class GPT(Model):
             normed,
             labels,
             weight=self._tied(),
-            options=self._loss_options(inputs, targets),
+            options=self._normalized(inputs, targets).loss_options,
             keep=labels is None or bool(inputs.return_logits),
             small=self.saving == "smallest" and not served(self.head),
         )

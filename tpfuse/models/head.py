@@ -2,13 +2,14 @@
 over a split vocabulary."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..kernels.gemm.op import linear
-from ..kernels.losses.op import cross_entropy
+from ..kernels.losses.op import Reduction, cross_entropy
 from ..kernels.norm import layer_norm
 from ..kernels.runtime.leaves import cut
 from ..kernels.runtime.main_grad import derived
@@ -125,10 +126,11 @@ class LMHead(VocabParallelHead):
             logits = self.logits(normed, weight)
             return None if labels is None else self._loss(logits, labels, options), logits if keep else None
         weight, bias = on_pieces(self._weight(weight), self.tp), on_pieces(self.shard("bias"), self.tp)
-        run = lambda labels, **options: gather_linear_cross_entropy(
-            normed.n, weight, labels, bias, tp=self.tp, recompute=normed.recompute, **options
-        )
-        return loss_of_pieces(run, labels, self.tp, **options), None
+        run = lambda normalizer: gather_linear_cross_entropy(
+            normed.n, weight, labels, bias, tp=self.tp, recompute=normed.recompute,
+            **options | dict(normalizer=normalizer),
+        )  # fmt: skip
+        return loss_of_pieces(run, labels, _reduction(options), self.tp), None
 
     def log_probs(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """logits [M, V/R], tokens [M] -> the log-probability of each, as a loss with reduction="none" has it."""
@@ -137,5 +139,12 @@ class LMHead(VocabParallelHead):
     def _loss(self, logits: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
         check_columns("LMHead: logits", logits.shape[-1], self.vocab_size, self.tp)  # a hook may have changed them
         leaf = leaf_of(self.vocab_size, self.tp)
-        run = functools.partial(cross_entropy, logits, gather=lambda stats: gather_stats(stats, self.tp), leaf=leaf)
-        return loss_of_pieces(run, labels, self.tp, **options)
+        run = lambda normalizer: cross_entropy(
+            logits, labels, **options | dict(normalizer=normalizer), gather=lambda stats: gather_stats(stats, self.tp),
+            leaf=leaf,
+        )  # fmt: skip
+        return loss_of_pieces(run, labels, _reduction(options), self.tp)
+
+
+def _reduction(options: Mapping[str, Any]) -> Reduction:
+    return Reduction(options["reduction"], options.get("normalizer"))

@@ -320,13 +320,11 @@ class Model(nn.Module):
         if self.classifier is not None:
             self.classifier.check_call(inputs)
 
-    def _loss_options(self, inputs: Inputs, targets: Tensor | None) -> dict[str, Any]:
-        """Returns the options of the loss; over pieces of sequences a mean's normalizer is the count of whole ones."""
-        options = inputs.loss_options
-        if self.tp.cp is not None and targets is not None and inputs.reduction == "mean":
-            if options["normalizer"] is None:
-                options["normalizer"] = (targets != IGNORE).sum().clamp(min=1)
-        return options
+    def _normalized(self, inputs: Inputs, targets: Tensor | None) -> Inputs:
+        """Returns a call whose mean, over pieces of sequences, is over the labels of whole ones, which are here."""
+        if self.tp.cp is None or targets is None or inputs.reduction != "mean" or inputs.loss_normalizer is not None:
+            return inputs
+        return inputs._replace(loss_normalizer=(targets != IGNORE).sum().clamp(min=1))
 
     def _drops(self) -> bool:
         """Returns whether a call drops anything."""

@@ -34,8 +34,8 @@ class BatchRows:
         """[B, S, D], the same on every rank -> this rank's [m, D]; the gradient is whole on every rank."""
         rows, cp = x.transpose(0, 1).flatten(0, 1), self.tp.cp
         if cp is not None:
-            whole = nn.functional.pad(rows, (0, 0, 0, cp.size * self._piece - len(rows)))
-            rows = split(by_rank(whole, self.tp), cp)
+            padded = nn.functional.pad(rows, (0, 0, 0, cp.size * self._piece - len(rows)))
+            rows = split(by_rank(padded, self.tp), cp)
         rows = nn.functional.pad(rows, (0, 0, 0, self.count - len(rows)))
         return split(rows, self.tp) if self.tp.sequence_parallel else rows
 

@@ -4,6 +4,7 @@ assumed        numbers of rows that experts have where nothing is computed
 attention      both projections with attention between them
 choice         which form an op takes, by sizes and what was measured
 column_linear  column-parallel linear
+context        attention over sequences of which each rank holds a piece
 crossings      gather_rows, scatter_rows, exchange: between row shards and GEMMs
 experts        the experts of all ranks for the rows of this one
 flight         row tiles on their way between ranks while GEMMs run

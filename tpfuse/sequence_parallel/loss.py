@@ -42,17 +42,20 @@ def gather_stats(stats: Tensor, tp: TensorParallel) -> Tensor:
     return leaves if tp.batch_invariant is None else merge_stats(leaves, lambda rows: tree(rows.unbind(0)))[None]
 
 
-def loss_of_pieces(run: Callable[..., Tensor], labels: Tensor, tp: TensorParallel, **options: Any) -> Tensor:
-    """Returns ``run(labels, **options)``, the loss of this rank's piece of each sequence, as that of whole sequences.
+def loss_of_pieces(
+    run: Callable[[float | Tensor | None], Tensor], labels: Tensor, reduction: Reduction, tp: TensorParallel,
+    *, ignore_index: int = IGNORE,
+) -> Tensor:  # fmt: skip
+    """Returns ``run(normalizer)``, the loss of this rank's piece of each sequence, as that of whole sequences.
 
     The sum is taken over the context-parallel ranks; without a normalizer its mean is over all their labels.
     """
+    kind, normalizer = reduction
     if tp.cp is None:
-        return run(labels, **options)
-    if options.get("reduction", "mean") == "mean" and options.get("normalizer") is None:
-        count = (labels != options.get("ignore_index", IGNORE)).sum()
-        options["normalizer"] = all_reduce(count.double(), tp.cp).clamp(min=1)
-    loss = run(labels, **options)
+        return run(normalizer)
+    if kind == "mean" and normalizer is None:
+        normalizer = all_reduce((labels != ignore_index).sum().double(), tp.cp).clamp(min=1)
+    loss = run(normalizer)
     return reduce(loss, tp.cp) if loss.dim() == 0 else loss
 
 

@@ -100,15 +100,20 @@ def test_stages_weigh_layers_by_their_own_mlps():
     assert costs(config, head=True).blocks == (dense, sparse, dense, dense)
 
 
-def test_the_ledger_counts_layers_that_are_alike():
-    """Experts of a width of their own; layers of both kinds are refused by each formula."""
+def test_the_ledger_counts_layers_of_both_kinds():
+    """Experts of a width of their own; of layers that are not alike it is said which."""
     alike, mixed = (GPTConfig.from_hf(their_config(name).to_dict()) for name in ("qwen3_moe", "qwen3_moe-mixed"))
     wider = replace(alike, expert_size=24)
     more = model_flops(wider, 8, 1) - model_flops(alike, 8, 1)
     assert more == 3 * 2 * 8 * 2 * (2 * 3 * 48 * 12)  # passes, layers, rows, experts of a row, multiply-adds
-    for call in (lambda: model_flops(mixed, 8, 1), lambda: activation_bytes(mixed, batch=1, seq=8)):
-        with pytest.raises(ValueError, match="layers are alike, got some with an MLP and some with experts"):
-            call()
+    layers = [replace(mixed, num_layers=1, mlp_layers=which) for which in ((), (0,))]
+    experts, mlp = (model_flops(layer, 8, 1) for layer in layers)
+    ends = 3 * 2 * 8 * 48 * mixed.vocab_size
+    assert model_flops(mixed, 8, 1) == experts + 3 * mlp - 3 * ends
+    with pytest.raises(ValueError, match="some layers have an MLP and some experts: say which is meant by layer="):
+        activation_bytes(mixed, recompute="fastest", batch=1, seq=8)
+    with pytest.raises(ValueError, match="layer must be 0 to 3, got 4"):
+        activation_bytes(mixed, recompute="fastest", batch=1, seq=8, layer=4)
 
 
 # ---- files ----

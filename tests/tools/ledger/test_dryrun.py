@@ -14,12 +14,23 @@ from tpfuse.collectives import reduced_bytes
 from tpfuse.layers import TransformerBlock
 from tpfuse.models import GPT, GPTConfig
 from tpfuse.parallel import TensorParallel
-from tpfuse.tools.ledger import Ledger, Pipe, Plan, dry_pipeline, dry_run, fake_world, load_config
+from tpfuse.tools.ledger import (
+    Ledger,
+    Pipe,
+    Plan,
+    dry_pipeline,
+    dry_run,
+    fake_world,
+    load_config,
+    saved_bytes,
+    state_bytes,
+)
 from tpfuse.tools.ledger.dryrun import (
     against_formulas,
     as_json,
     expected_wire,
     layer_bytes,
+    measured_layer,
     point,
     report,
     sweep,
@@ -33,6 +44,9 @@ EXPERTS = GPTConfig(
     tie_embeddings=False, qkv_bias=False, out_bias=False, mlp_bias=False, rope=dict(rope_theta=1e4),
     num_experts=4, experts_per_token=2, shared_size=24, shared_gate=True,
 )  # fmt: skip
+
+
+MIXED = replace(EXPERTS, family="qwen2_moe", num_layers=4, expert_size=24, mlp_layers=(0, 3))
 
 
 def plan(**values):
@@ -96,6 +110,67 @@ def test_a_dry_rank_with_experts_does_what_a_real_one_does(ranks, sequence_paral
         rows = {key: row for key, row in dry.ledger.sums("op", "phase", "kind").items() if row.wire or row.flops}
         assert rows == real[0] and (rows == real[1]) == (imbalance == 1)
         assert ("exchange_rows", "backward", "communication") in rows
+
+
+def _mixed(world, where, over_replicas):
+    """A rank of two replicas of two: what it computes and sends, and what it holds and saves."""
+    mesh = world.stages(1, 2, 2)
+    tp = TensorParallel(mesh["tp"], sequence_parallel=True)
+    model = GPT(MIXED, tp=tp, dp=mesh["dp"], experts=mesh["dp", "tp"] if over_replicas else None)
+    ids = torch.zeros(2, 48, dtype=torch.int64)
+    with routed(where):
+        model(ids, labels=ids)  # compares the ranks' calls, once
+        with Ledger() as ledger:
+            with saved_bytes(model) as saved:
+                loss = model(ids, labels=ids).loss
+            loss.backward()
+    sums = {key: row for key, row in ledger.sums("op", "phase", "kind").items() if row.wire or row.flops}
+    return sums, saved(), state_bytes(model, dp=2), state_bytes(model, dp=2, sharded=True)
+
+
+@pytest.mark.parametrize("over_replicas", [False, True])
+def test_a_dry_rank_of_mlps_and_experts_does_what_a_real_one_does(ranks, over_replicas):
+    """To the byte, with even experts and, where a rank has two, on the one that has all rows; experts of one replica
+    and of both."""
+    on = plan(tp=2, dp=2, seq=48, over_replicas=over_replicas)
+    for where, imbalance in [(evenly, 1), (to_the_first, 2)][: 1 if over_replicas else 2]:
+        real = ranks(4, _mixed, where, over_replicas)
+        dry = dry_run(MIXED, on._replace(imbalance=imbalance))
+        rows = {key: row for key, row in dry.ledger.sums("op", "phase", "kind").items() if row.wire or row.flops}
+        states = dry.held.state, dry.held.sharded
+        assert real[0][0] == rows and real[0][1:] == (dry.work.saved, *states)
+        assert all((each[0] == rows) == (imbalance == 1 or i % imbalance == 0) for i, each in enumerate(real))
+
+
+@pytest.mark.parametrize("over_replicas, imbalance", [(False, 1), (False, 1.5), (True, 1), (True, 3)])
+def test_formulas_of_mlps_and_experts(over_replicas, imbalance):
+    """Sums over the kinds of layers: parameters, and the bytes that each kind saves; flops of GEMMs; messages."""
+    on = plan(tp=2, dp=2, over_replicas=over_replicas, imbalance=imbalance)
+    done = dry_run(MIXED, on)
+    rows = {what.partition(" (")[0]: (counted, formula) for what, counted, formula, _ in against_formulas(done)}
+    assert done.held.parameters == rows["parameters"][1]
+    assert rows["flops"][1] - done.work.gemm_flops == 12 * 2 * 4 * 64 * 64 * 64 / 2
+    mlp, experts = (layer_bytes(MIXED, on, layer) for layer in (0, 1))
+    assert rows["saved activations"][1] == 2 * mlp + 2 * experts and mlp != experts
+    for layer, form in ((0, mlp), (1, experts)):
+        assert 0 <= measured_layer(MIXED, on, layer) - form <= 2 * 64 * 4  # of two norms
+    assert point(MIXED, on).work == done.work
+    alike = [dry_run(replace(MIXED, num_layers=n, mlp_layers=()), on) for n in (1, 2)]
+    sent, said = (b - a for a, b in ([d.work.wire for d in alike], [expected_wire(d.config, on) for d in alike]))
+    assert sent - said == 2 * 64 * 4 * 1  # the gradients of two norms
+    if over_replicas:
+        alone = on._replace(over_replicas=False, imbalance=1)
+        assert done.held.parameters < dry_run(MIXED, alone).held.parameters
+
+
+def test_experts_over_replicas_that_cannot_be():
+    on = plan(tp=2, dp=2, over_replicas=True)
+    with pytest.raises(ValueError, match="experts over replicas are not built for pipeline stages"):
+        dry_pipeline(MIXED, on, Pipe(2))
+    with pytest.raises(ValueError, match="over_replicas is of a model with experts, and this one has none"):
+        dry_run(SMALL, on)
+    with pytest.raises(ValueError, match="1 to 2 x tp=4, got 5"):
+        dry_run(MIXED, on._replace(imbalance=5))
 
 
 @pytest.mark.parametrize("imbalance", [1.0, 1.5, 4.0])

@@ -57,7 +57,7 @@ def costs(pieces=None, *, limit=float("inf"), hop=0.05, hides=True):
         pieces or PieceCosts(),
         hop=lambda split, size: hop * size * (split.pp > 1),
         sums=lambda split, size: 0.1 * size * (split.dp > 1) * (1.5 if split.sharded else 1.0),
-        update=lambda job, split, elements: 0.02 * elements / (split.dp if split.sharded else 1),
+        update=lambda job, elements: 0.02 * elements,
         state=lambda job, split, elements: 4.0 * elements.local + 12.0 * elements.shard,
         limit=limit,
         hides=hides,

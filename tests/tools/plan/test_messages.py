@@ -1,6 +1,7 @@
 """Messages of a plan: their seconds on links, and their bytes against those of gloo's ranks that run the plan."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,16 +9,16 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.routing import evenly, routed
-from tpfuse import TensorParallel
+from tpfuse import TensorParallel, data_parallel
 from tpfuse.models import GPTConfig
 from tpfuse.pipeline import schedule
 from tpfuse.pipeline.placement import Stage
 from tpfuse.tools.ledger import Ledger
-from tpfuse.tools.ledger.layer import build
+from tpfuse.tools.ledger.layer import build, layer_kinds
 from tpfuse.tools.plan.cluster import Cluster, Level, preset
 from tpfuse.tools.plan.collectives import ALL_REDUCE, seconds
 from tpfuse.tools.plan.messages import between_stages, over_dp, over_tp
-from tpfuse.tools.plan.pieces import LedgerCosts, run_pieces
+from tpfuse.tools.plan.pieces import LedgerCosts, run_pieces, run_shared_experts
 from tpfuse.tools.plan.split import Job, Split
 from tpfuse.tools.plan.step import micro_batches
 
@@ -26,6 +27,7 @@ SIZES = dict(vocab_size=96, max_positions=64, hidden_size=32, num_layers=4, num_
 JOB = Job(GPTConfig(**SIZES), 8, 16, torch.float32)
 EXPERTS = dict(gated=True, activation="silu", mlp_bias=False, num_experts=4, experts_per_token=3)
 MIXTURE = JOB._replace(config=GPTConfig(**SIZES, **EXPERTS))
+UNLIKE = JOB._replace(config=replace(MIXTURE.config, mlp_layers=(0, 3)))
 COSTS = LedgerCosts(preset("a100-80gb", 8))
 PLANS = [Split(2, 1, 1), Split(1, 2, 1, saving="smallest"), Split(2, 2, 1, micro_batch=2), Split(1, 2, 2, full=True)]
 
@@ -36,6 +38,7 @@ def parts_of(world, job, split):
     tp = TensorParallel(mesh["tp"], sequence_parallel=True, overlap="off")
     options = dict(saving=split.saving, full=split.full, dtype=job.dtype, device="cpu")
     options["dp"] = mesh["dp"] if split.dp > 1 else None
+    options["experts"] = mesh["dp", "tp"] if split.over_replicas else None
     count = micro_batches(job, split)
     if split.pp > 1:
         stage = Stage(mesh["pp"].get_local_rank(), split.pp, split.schedule, layers=split.layers)
@@ -44,7 +47,8 @@ def parts_of(world, job, split):
     replica = model = build(job.config, tp=tp, **options)
     group, summing = mesh["dp"].get_group(), []
     if split.dp > 1:
-        replica = DistributedDataParallel(model, process_group=group)
+        averaged = data_parallel if split.over_replicas else DistributedDataParallel
+        replica = averaged(model, **{"dp" if split.over_replicas else "process_group": group})
         replica.register_comm_hook(group, lambda group, bucket: summed(group, bucket, summing[-1]))
 
     def step(ids, sums):
@@ -76,10 +80,12 @@ def sent(world, job, split):
 
 def predicted(job, split, stage):
     """The same for a rank of a stage, by the plan's pieces."""
-    runs, config, count = run_pieces(job, split), job.config, micro_batches(job, split)
+    runs, kinds, count = run_pieces(job, split), layer_kinds(job.config), micro_batches(job, split)
     begin = sum(split.layers[:stage])
     layers = range(begin, begin + split.layers[stage])
-    pieces = [runs.embedding if stage == 0 else runs.border, *(runs.blocks[config.windows[i]] for i in layers)]
+    shared = run_shared_experts(job, split) if split.over_replicas else {}
+    blocks = runs.blocks | {kind: each.calls for kind, each in shared.items()}
+    pieces = [runs.embedding if stage == 0 else runs.border, *(blocks[kinds[i]] for i in layers)]
     pieces += [runs.head] if stage == split.pp - 1 else []
     messages = Counter()
     for piece in pieces:
@@ -89,13 +95,25 @@ def predicted(job, split, stage):
     by_op = {op: (messages[op, "calls"], messages[op, "bytes"]) for op, _ in messages if messages[op, "bytes"]}
     if split.pp > 1:
         by_op["send"] = count, count * COSTS(job, split).hop_bytes
-    parameters = sum(piece.parameters for piece in COSTS(job, split).stage(layers))
+    parameters = sum(piece.parameters - piece.experts for piece in COSTS(job, split).stage(layers))
     return by_op, parameters * job.dtype.itemsize * (split.dp > 1)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("split", [Split(2, 2, micro_batch=2), Split(4, 1, saving="smallest"), Split(2, 1, full=True)])
+def test_ranks_with_experts_over_replicas_send_what_the_plan_says(ranks, split):
+    """Rows go over dp x tp, and replicas sum no gradient of an expert; of MLPs and experts."""
+    split = split._replace(over_replicas=True, layers=(4,))
+    for messages, gradients in ranks(split.ranks, sent, UNLIKE, split):
+        predicted_messages, predicted_gradients = predicted(UNLIKE, split, 0)
+        messages.pop("allreduce_", None)
+        assert messages == predicted_messages and gradients == predicted_gradients > 0
+        assert "exchange_rows" in messages
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("split", PLANS, ids=lambda split: f"dp{split.dp}-tp{split.tp}-pp{split.pp}")
-@pytest.mark.parametrize("job", [JOB, MIXTURE], ids=["dense", "experts"])
+@pytest.mark.parametrize("job", [JOB, MIXTURE, UNLIKE], ids=["dense", "experts", "both"])
 def test_ranks_send_what_the_plan_says(ranks, job, split):
     """Of experts where all ranks' have as many rows."""
     split = split._replace(layers=(4 // split.pp,) * split.pp)
@@ -105,7 +123,7 @@ def test_ranks_send_what_the_plan_says(ranks, job, split):
         assert messages == predicted_messages and gradients == predicted_gradients
         assert 0 <= summed_by_gloo - gradients < 100  # losses and counts of labels, which no plan has
         assert messages or gradients
-        assert ("exchange_rows" in messages) == (job is MIXTURE and split.tp > 1)
+        assert ("exchange_rows" in messages) == (job is not JOB and split.tp > 1)
 
 
 # ---- seconds ----
@@ -123,6 +141,10 @@ def test_over_tp():
     assert over_tp("all_to_all", wire, n, TWO) == pytest.approx(half - 2e-6)  # one round in place of three
     assert over_tp("exchange_rows", wire, n, TWO) == over_tp("all_to_all", wire, n, TWO)
     assert over_tp("all_gather", wire, Split(), TWO) == 0
+    # of experts over two replicas: one all-to-all among all their ranks
+    assert over_tp("exchange_rows", 15e8, Split(2, 8), TWO, ranks=16) == over_tp(
+        "exchange_rows", 15e8, Split(tp=16), TWO
+    )
     # between nodes a ring of 16 has all eight cards of a node; of each rank's 15 messages 8 leave it by its own card
     assert over_tp("all_gather", 15e8, Split(tp=16), TWO) == pytest.approx(15e-5 + 15e8 / 160e9)
     assert over_tp("all_to_all", 15e8, Split(tp=16), TWO) == pytest.approx(1e-5 + 8e8 / 20e9)

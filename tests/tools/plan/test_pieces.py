@@ -1,6 +1,7 @@
 """Pieces of a model: those of any stage add up to what the stage runs, call by call and byte by byte."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,11 +11,12 @@ from tpfuse.parallel import TensorParallel
 from tpfuse.pipeline.action import KINDS
 from tpfuse.pipeline.placement import Stage
 from tpfuse.tools.ledger import Plan, fake_world
-from tpfuse.tools.ledger.layer import build
+from tpfuse.tools.ledger.dryrun import planned_model
+from tpfuse.tools.ledger.layer import build, layer_kinds
 from tpfuse.tools.ledger.stages import run_stage
 from tpfuse.tools.plan.cluster import Cluster, preset
 from tpfuse.tools.plan.devices import Device
-from tpfuse.tools.plan.pieces import LedgerCosts, bare, run_pieces
+from tpfuse.tools.plan.pieces import LedgerCosts, bare, run_pieces, run_shared_experts
 from tpfuse.tools.plan.split import Job, Split
 
 COSTS = LedgerCosts(preset("a100-80gb", 8))
@@ -40,6 +42,19 @@ MODELS = {
         shared_gate=True,
         tie_embeddings=False,
     ),  # fmt: skip
+    "mixed": GPTConfig(
+        **SIZES,
+        family="qwen2_moe",
+        gated=True,
+        activation="silu",
+        mlp_bias=False,
+        ffn_size=96,
+        expert_size=64,
+        num_experts=8,
+        experts_per_token=2,
+        mlp_layers=(0, 2),
+        tie_embeddings=False,
+    ),
     "windows": GPTConfig(
         **SIZES, window=32, layer_types=("sliding_attention", "full_attention") * 2, tie_embeddings=False
     ),
@@ -65,8 +80,8 @@ def ran(job, split, layers):
 
 def summed(job, split, layers):
     """Calls, saved and held bytes of a stage, by its pieces."""
-    runs = run_pieces(job, split)
-    pieces = [runs.embedding if layers[0] == 0 else runs.border, *(runs.blocks[job.config.windows[i]] for i in layers)]
+    runs, kinds = run_pieces(job, split), layer_kinds(job.config)
+    pieces = [runs.embedding if layers[0] == 0 else runs.border, *(runs.blocks[kinds[i]] for i in layers)]
     pieces += [runs.head] if layers[-1] == job.config.num_layers - 1 else []
     calls = {kind: Counter() for kind in KINDS}
     for piece in pieces:
@@ -108,6 +123,63 @@ def test_pieces_add_up_to_any_stage(name, split, layers):
         for kind in KINDS:
             assert without_underscores(calls[kind]) == without_underscores(Counter(real.passes[kind])), kind
         assert (saved, held, rows) == (real.saved, real.held, real.rows)
+
+
+def by_op(calls):
+    """What all calls of an op count: calls, bytes, flops and so on."""
+    sums = {}
+    for e, count in calls.items():
+        row = (1, e.read, e.written, e.least, e.flops, e.wire, e.scores)
+        old = sums.get(key := (e.op.rstrip("_"), e.kind, e.drops, e.ranks), (0,) * len(row))
+        sums[key] = tuple(a + count * b for a, b in zip(old, row, strict=True))
+    return {key: row for key, row in sums.items() if any(row)}
+
+
+MIXED = [
+    ({}, Split(tp=4, micro_batch=2, schedule="zbv", pp=2), (1, 1, 2)),
+    (dict(norm="rms", branch_norm=True), Split(tp=2, micro_batch=3, saving="smallest"), (3, 1)),
+    (dict(parallel_residual=True), Split(tp=2, micro_batch=3, full=True), (4,)),
+]
+
+
+@pytest.mark.parametrize("change, split, layers", MIXED)
+def test_pieces_of_mlps_and_experts_add_up_op_by_op(change, split, layers):
+    """A stage has the layers that it really holds: (1, 1, 2) are an MLP, experts, and one of each."""
+    mixed = job_of("mixed")
+    job = mixed._replace(config=replace(mixed.config, **change))
+    for chunk, real in ran(job, split, layers):
+        calls, saved, held, rows = summed(job, split, chunk.layers)
+        for kind in KINDS:
+            assert by_op(calls[kind]) == by_op(Counter(real.passes[kind])), kind
+        assert (saved, held, rows) == (real.saved, real.held, real.rows)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "mixed"])
+@pytest.mark.parametrize("split", [
+    Split(2, 2, micro_batch=3), Split(4, 1, micro_batch=2, saving="smallest"), Split(4, 2, full=True),
+])  # fmt: skip
+def test_pieces_of_experts_over_replicas_are_the_models(name, split):
+    """Without stages: calls, messages with their number of ranks, and bytes."""
+    job, split = job_of(name), split._replace(over_replicas=True)
+    plan = Plan(
+        split.tp, split.dp, job.seq, split.micro_batch, saving=split.saving, full=split.full, over_replicas=True
+    )
+    with fake_world(split.tp, split.dp) as mesh:
+        model = planned_model(job.config, plan, mesh)
+        for p in model.parameters():
+            p.grad = torch.empty_like(p)
+        real = run_stage(model, model.stages.chunks[0], plan, split=False)
+    alone, shared = run_pieces(job, split), run_shared_experts(job, split)
+    blocks = [shared[kind].calls if kind in shared else alone.blocks[kind] for kind in layer_kinds(job.config)]
+    pieces = [alone.embedding, *blocks, alone.head]
+    for kind in "FB":
+        calls = Counter()
+        for piece in pieces:
+            calls.update(piece.passes[kind])
+        assert by_op(calls) == by_op(Counter(real.passes[kind]))
+        assert {e.ranks for e in calls if e.op == "exchange_rows"} == {split.dp * split.tp}
+    assert sum(piece.saved for piece in pieces) == real.saved
+    assert sum(blocks.count(each.calls) for each in shared.values()) in (2, 4)
 
 
 def test_costs_are_cached_and_follow_the_device():

@@ -14,6 +14,7 @@ from tests.tools.plan import fake
 from tpfuse.__main__ import main
 from tpfuse.models import GPTConfig
 from tpfuse.plan import Job, best_plans, preset
+from tpfuse.tools.ledger.presets import PRESETS
 from tpfuse.tools.plan import check, planning
 
 COMMAND = ["plan", "--model", "gpt-3m", "--device", "a100-80gb", "--devices", "2", "--seq", "64", "--global-batch", "4"]
@@ -67,8 +68,28 @@ def test_no_plan_splits_experts_over_more_ranks_than_there_are():
     few = dict(micro_batch=1, saving="fastest", full=False, schedule="1f1b")
     plans = best_plans(job, preset("a100-80gb", 4), fixed=few, keep=100)
     assert {step.split.tp for step in plans.steps} == {1, 2}
+    assert not any(step.split.over_replicas for step in plans.steps)  # over all four
     dense = job._replace(config=GPTConfig(**sizes))
     assert {s.split.tp for s in best_plans(dense, preset("a100-80gb", 4), fixed=few, keep=100).steps} == {1, 2, 4}
+
+
+def test_the_choice_of_experts_ranks_is_in_the_plan(capsys, tmp_path):
+    """Of the model's experts over tp or over dp x tp: in the table, in JSON and by hand; stages have none over dp."""
+    sizes = dict(vocab_size=96, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    sizes |= dict(intermediate_size=128, moe_intermediate_size=96, num_experts=4, num_experts_per_tok=2)
+    config = PRESETS["qwen3-30b-a3b"] | sizes | dict(mlp_only_layers=[0], head_dim=16)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    few = "micro_batch=1,saving=fastest,full=no,sharded=no,dp=2,tp=1,pp=1"
+    argv = ["plan", "--model", str(tmp_path), *COMMAND[3:], "--json", str(tmp_path / "plan.json"), "--fix"]
+    assert main([*argv, few, "--explain", "1"]) == 0
+    assert "DDP, experts over dp x tp" in capsys.readouterr().out
+    plans = json.loads((tmp_path / "plan.json").read_text())["plans"]
+    assert {p["over_replicas"] for p in plans} == {False, True}
+    by_choice = {p["over_replicas"]: p["memory"][0]["state"] for p in plans}
+    assert by_choice[True] < by_choice[False]
+    assert main([*argv, f"{few},over_replicas=yes"]) == 0
+    assert main([*argv, "pp=2,over_replicas=yes"]) == 2
+    assert "no split of 2 devices with pp=2, over_replicas=True has" in capsys.readouterr().err
 
 
 def test_how_many_devices_would_do(capsys):
@@ -93,7 +114,7 @@ def test_checked_plans_are_spread(monkeypatch):
 
 def plan_of(tmp_path, **fields):
     split = dict(dp=1, tp=1, pp=2, schedule="interleaved", chunks=2, micro_batches=2, layers=[1, 1, 1, 1])
-    split |= dict(saving="smallest", full=True, sharded=False) | fields
+    split |= dict(saving="smallest", full=True, sharded=False, over_replicas=False) | fields
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(dict(job=dict(batch=4, seq=32, num_layers=4), plans=[split])))
     return path
@@ -112,6 +133,7 @@ def test_the_example_runs_a_plan(tmp_path):
     "fields, options, message",
     [
         (dict(sharded=True), [], "--plan: sharded is true, and this script has no FSDP"),
+        (dict(over_replicas=True), [], "--plan: over_replicas is true, and this script has no experts"),
         ({}, ["--batch", "8"], "--plan: it is of --batch 4, and this run has 8"),
     ],
 )

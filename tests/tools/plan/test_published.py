@@ -1,6 +1,6 @@
 """The planner's parts against published numbers, and their error without one of them.
 
-Spans: bench/plan/published.py, places.py and megatron.py, whose tables are those of docs/plan.md.
+Spans: bench/plan/published.py, mixtures.py, places.py and megatron.py, whose tables are those of docs/plan.md.
 """
 
 import pathlib
@@ -8,7 +8,7 @@ import pathlib
 import pytest
 import torch
 
-from bench.plan import places, published
+from bench.plan import mixtures, places, published
 from bench.plan.megatron import MegatronCosts, Sizes, layer
 from tpfuse.models import GPTConfig
 from tpfuse.tools.ledger.mfu import PUBLISHED, forward_flops
@@ -81,9 +81,35 @@ def test_pipefishers_steps_bubbles_and_work():
 
 
 def test_parameters_of_alpas_mixtures_of_experts():
-    rows = published.mixtures()
+    rows = mixtures.parameters()
     check(rows, 4)
-    in_the_page(published.ALPA, rows)
+    in_the_page(mixtures.ALPA, rows)
+
+
+@pytest.mark.slow
+def test_alpas_found_plans_and_figure_7b():
+    """From 16 devices on the found numbers of stages are the best's; throughput falls behind linear scaling in the
+    paper's order, by up to 14 points more than there."""
+    plans = [mixtures.place(m) for m in mixtures.FOUND]
+    assert all(mixtures.line(p) in PAGE for p in plans)
+    stages = [(p.published.split.pp, p.best.split.pp) for p in plans]
+    assert stages == [(2, 1), (2, 1), (2, 2), (8, 8), (8, 8)] and all(0 <= p.behind < 11 for p in plans)
+    assert all(p.behind < 5 for p in plans[2:])
+    rows = mixtures.throughput(plans)
+    in_the_page(mixtures.ALPA, rows)
+    found, free = rows[::2], rows[1::2]
+    assert [row.ours for row in found] == sorted((row.ours for row in found), reverse=True)
+    assert all(0 < row.paper - row.ours < 14 for row in found) and abs(found[0].ours - found[0].paper) < 10
+    assert all(abs(row.ours - row.paper) < 10 for row in free)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices, least, most", [(16, 40, 60), (32, 0, 10)])
+def test_mixtures_without_stages(devices, least, most):
+    """Figure 7b's intra-operator parallelism alone: about half of linear on two nodes, almost nothing on four."""
+    small = [mixtures.place(m) for m in mixtures.FOUND if m.plan.devices == mixtures.SMALLEST]
+    (mixture,) = (m for m in mixtures.FOUND if m.plan.devices == devices)
+    assert least < mixtures.without_stages(mixture, mixtures.linear_rate(small)) < most
 
 
 # ---- the layer itself ----

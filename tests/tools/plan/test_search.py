@@ -110,7 +110,7 @@ def test_a_model_that_fits_nowhere():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixed"])
 def test_the_cheap_bound_holds_for_the_ledgers_pieces(name):
     """Not vacuously: of splits that keep all it is the closer bound itself, and recomputed passes take longer."""
     bounds = searching._Search(job_of(name), fake.costs(LedgerCosts(preset("a100-80gb", 4))), 1)
@@ -145,6 +145,20 @@ def test_splits_cover_the_devices():
         {s.ranks for s in splits} == {8} and most in splits and most._replace(full=False, saving="smallest") in splits
     )
     assert len(set(splits)) == len(splits)
+
+
+def test_experts_over_replicas_are_candidates_where_the_model_can_have_them():
+    """Replicas, no stages, and experts that all ranks divide."""
+    splits = candidates(job_of("mixed")._replace(batch=16), 16, {})
+    over = {(s.dp, s.tp) for s in splits if s.over_replicas}
+    assert over == set() and {s.pp for s in splits} == {1, 2, 4}
+    splits = candidates(job_of("mixed")._replace(batch=16), 8, {})
+    over = {(s.dp, s.tp, s.pp) for s in splits if s.over_replicas}
+    assert over == {(8, 1, 1), (4, 2, 1), (2, 4, 1)}
+    assert {s.sharded for s in splits if s.over_replicas} == {False, True}
+    assert not any(s.over_replicas for s in candidates(job_of("gpt2"), 8, {}))
+    with pytest.raises(ValueError, match="no split of 8 devices with pp=2, over_replicas=True has"):
+        candidates(job_of("mixed"), 8, dict(pp=2, over_replicas=True))
 
 
 def test_saving_of_recomputed_blocks():

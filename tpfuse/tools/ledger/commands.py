@@ -1,5 +1,6 @@
 """The ledger on the command line: ``ledger``, ``memory`` and ``dryrun``."""
 
+import itertools
 from argparse import Namespace
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from ..options import DTYPES, MODEL_HELP, add_arch, add_dtype, add_model, add_op
 from . import dryrun, layer, plots, stages
 from .presets import load_config
 from .recorder import mue
-from .shapes import Shape
+from .shapes import Shape, layers_by_mlp
 from .text import quantity, table
 
 # ---- options of several commands ----
@@ -81,6 +82,9 @@ def _add_step(p: Options) -> None:
     _add_imbalance(p)
     add_seq(p, 2048)
     p.add_argument("--micro-batch", type=positive, default=1, metavar="N", help="sequences that a replica runs at once")
+    p.add_argument(
+        "--over-replicas", action="store_true", help="divide experts among the ranks of all replicas, not of each"
+    )
     add_dtype(p)
     add_saving(p)
     add_optimizer(p)
@@ -102,7 +106,7 @@ def plan_of(args: Namespace, tp: int, dp: int, micro_batch: int, optimizer: str 
 
 def _step_plan(args: Namespace) -> dryrun.Plan:
     plan = plan_of(args, args.tp, args.dp, args.micro_batch, optimizer=args.optimizer)
-    return plan._replace(imbalance=args.imbalance)
+    return plan._replace(imbalance=args.imbalance, over_replicas=args.over_replicas)
 
 
 def _pipe(args: Namespace) -> stages.Pipe:
@@ -127,6 +131,10 @@ def register_ledger(p: CommandParser) -> None:
         help="tensor-parallel size, with sequence parallelism; above 1, tpfuse's columns alone",
     )
     _add_imbalance(p)
+    index = bounded(int, lambda x: x >= 0, "a number of at least 0")
+    p.add_argument(
+        "--layer", type=index, default=0, metavar="N", help="number of the layer that is counted (default: 0)"
+    )
     add_arch(p)
     p.add_argument("--ops", action="store_true", help="list every op of tpfuse's layer too")
     p.add_argument(
@@ -146,8 +154,9 @@ def _run_ledger(args: Namespace) -> None:
         tp = TensorParallel(mesh["tp"], sequence_parallel=True)
         sizes = dict(batch=args.batch, seq=args.seq)
         comparison = layer.compare(
-            load_config(args.model), **sizes, dtype=DTYPES[args.dtype], tp=tp, imbalance=args.imbalance
-        )
+            load_config(args.model), **sizes, dtype=DTYPES[args.dtype], tp=tp, imbalance=args.imbalance,
+            layer=args.layer,
+        )  # fmt: skip
     text, values = [str(comparison)], comparison.json()
     fastest = comparison.traces["tpfuse fastest"]
     if args.ms is not None:
@@ -185,6 +194,13 @@ class _Case(NamedTuple):
     recompute: str
     full: bool = False
 
+    def plan(self, plan: dryrun.Plan) -> dryrun.Plan:
+        """Returns ``plan`` with these choices; without replicas, unless experts are divided among them."""
+        dp = plan.dp if plan.over_replicas else 1
+        return plan._replace(
+            tp=self.tp, dp=dp, sequence_parallel=self.sequence_parallel, saving=self.recompute, full=self.full
+        )
+
 
 def _cases(tp: int) -> list[_Case]:
     plain = [_Case("no parallelism", 1, False, "none"), _Case("full recompute", 1, False, "full")]
@@ -199,22 +215,23 @@ def _cases(tp: int) -> list[_Case]:
 
 def _run_memory(args: Namespace) -> None:
     config, plan = load_config(args.model), _step_plan(args)
-    s = Shape.of(config)
-    unit = plan.seq * plan.micro_batch * s.D
+    kinds, unit = layers_by_mlp(config).values(), plan.seq * plan.micro_batch * config.hidden_size
     rows, values, bars = [], {}, {}
-    for name, tp, sp, recompute, full in _cases(args.tp):
-        if s.experts is not None and recompute not in SAVING:
+    for first, case in itertools.product((layers[0] for layers in kinds), _cases(args.tp)):
+        s = Shape.of(config, first)
+        if s.experts is not None and case.recompute not in SAVING:
             continue  # a plain layer has one MLP
-        case = plan._replace(tp=tp, dp=1, sequence_parallel=sp, saving=recompute, full=full)
-        n = dryrun.layer_bytes(config, case)
-        measured = dryrun.measured_layer(config, case) if recompute in SAVING else None
-        sizes = quantity(n, "B"), quantity(n * s.L, "B"), quantity(measured, "B") if measured else ""
+        name = case.name if len(kinds) == 1 else f"{s.mlp_name}: {case.name}"
+        on = case.plan(plan)
+        n = dryrun.layer_bytes(config, on, first)
+        measured = dryrun.measured_layer(config, on, first) if case.recompute in SAVING else None
+        sizes = quantity(n, "B"), s.L, quantity(n * s.L, "B"), quantity(measured, "B") if measured else ""
         rows.append((name, f"{n / unit:.2f}", *sizes))
         bars[name] = {"a layer": n / unit}
         values[name] = dict(a_layer=n, all_layers=n * s.L, measured_a_layer=measured)
     state, numbers = _rank_memory(args, config, plan)
     head = f"saved for backward by one layer on one rank; sbh = {unit:,}, bytes of {args.dtype}"
-    saved = table(("", "sbh", "a layer", f"{s.L} layers", "measured a layer"), rows)
+    saved = table(("", "sbh", "a layer", "layers", "all of them", "measured a layer"), rows)
     present(
         args,
         f"{head}\n{saved}\n\n{state}",
@@ -262,8 +279,8 @@ def _run_dryrun(args: Namespace) -> None:
     config = load_config(args.model)
     if args.sweep and args.pp > 1:
         raise ValueError("dryrun: --sweep is of tp and dp alone; leave out --pp")
-    if args.sweep and args.imbalance > 1:
-        raise ValueError("dryrun: --sweep is of even experts; leave out --imbalance")
+    if args.sweep and (args.imbalance > 1 or args.over_replicas):
+        raise ValueError("dryrun: --sweep is of even experts over tp; leave out --imbalance and --over-replicas")
     if args.plot and args.pp > 1:
         raise ValueError("dryrun: --plot draws one rank, and --pp asks for several")
     run = _run_sweep if args.sweep else _run_stages if args.pp > 1 else _run_rank

@@ -15,17 +15,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...layers.expert_sizes import ExpertSizes
+from ...layers.shapes import MoEShape
+from ...layers.shards import named_specs
 from ...models.config.model import ModelConfig
 from ...models.model import Model
 from ...parallel import TensorParallel
 from ...sequence_parallel.assumed import assumed_imbalance
 from ...training.data_parallel import BUCKETS, bucket_count
 from .aten import ATTENTION, COMMUNICATION, GEMM
-from .layer import build, token_ids, with_layers
+from .layer import build, layer_kinds, token_ids, with_layers
 from .memory import StateBytes, activation_bytes, parameter_count, saved_bytes, state_bytes
 from .mfu import model_flops
 from .recorder import Ledger
-from .shapes import Shape, check_imbalance
+from .shapes import Shape, check_imbalance, layers_by_mlp
 from .text import Progress, progress, quantity, table
 
 
@@ -56,7 +58,8 @@ class Plan(NamedTuple):
     """A run: ``micro_batch`` sequences of ``seq`` on each of ``dp`` replicas of ``tp`` ranks.
 
     ``full``: recompute="full", of each block the input is kept.  ``imbalance``: the rank that is run is the one whose
-    experts have the most rows, so many times the mean of the ranks'; 1: all have as many.
+    experts have the most rows, so many times the mean of the ranks'; 1: all have as many.  ``over_replicas``: experts
+    are divided among the ranks of all replicas, ``experts=mesh["dp", "tp"]`` of a model.
     """
 
     tp: int = 1
@@ -69,6 +72,12 @@ class Plan(NamedTuple):
     optimizer: str = "adamw"
     full: bool = False
     imbalance: float = 1.0
+    over_replicas: bool = False
+
+    @property
+    def expert_replicas(self) -> int:
+        """How many replicas divide the experts among their ranks."""
+        return self.dp if self.over_replicas else 1
 
 
 class RankMemory(NamedTuple):
@@ -129,20 +138,28 @@ def run(config: ModelConfig, plan: Plan) -> DryRun:
 
 def planned_model(config: ModelConfig, plan: Plan, mesh: DeviceMesh) -> Model:
     """Returns the model of a plan, on the meta device."""
-    check_imbalance("dry run", config, plan.imbalance, plan.tp)
+    check_imbalance("dry run", config, plan.imbalance, plan.tp, replicas=plan.expert_replicas)
     tp = TensorParallel(mesh["tp"], sequence_parallel=plan.sequence_parallel)
-    return build(config, tp=tp, dp=mesh["dp"], saving=plan.saving, full=plan.full, dtype=plan.dtype)
+    experts = expert_ranks_of(mesh, tp) if plan.expert_replicas > 1 else None
+    return build(config, tp=tp, dp=mesh["dp"], experts=experts, saving=plan.saving, full=plan.full, dtype=plan.dtype)
+
+
+def expert_ranks_of(mesh: DeviceMesh, tp: TensorParallel) -> TensorParallel:
+    """Returns the ranks of all replicas of a fake world, which cannot tell their numbers to one another."""
+    with torch.device("cpu"):
+        return TensorParallel.over_replicas(mesh["dp", "tp"]._flatten().get_group(), tp)
 
 
 def held_by(model: Model, plan: Plan) -> RankMemory:
     """Returns the memory of this rank's part of a model."""
-    parameters: list[Tensor] = list(model.parameters())
+    pairs = zip(named_specs(model), model.parameters(), strict=True)
+    averaged: list[Tensor] = [p for (*_, tp), p in pairs if tp.replicas == 1]
     ring = (plan.dp - 1) / plan.dp
-    buckets = bucket_count(parameters, BUCKETS) if plan.dp > 1 else 0
+    buckets = bucket_count(averaged, BUCKETS) if plan.dp > 1 else 0
     state = functools.partial(state_bytes, model, dp=plan.dp, optimizer=plan.optimizer)
-    gradients = sum(p.numel() * p.element_size() for p in parameters)
+    gradients = sum(p.numel() * p.element_size() for p in averaged)
     return RankMemory(
-        parameters=sum(p.numel() for p in parameters),
+        parameters=sum(p.numel() for p in model.parameters()),
         state=state(),
         viewed=state(bucket_views=True),
         sharded=state(sharded=True),
@@ -191,20 +208,25 @@ def _work(model: Model, plan: Plan) -> tuple[MicroBatchCost, Ledger]:
 # ---- against the formulas ----
 
 
-def layer_bytes(config: ModelConfig, plan: Plan) -> float:
+def layer_bytes(config: ModelConfig, plan: Plan, layer: int | None = None) -> float:
     """Returns the bytes that one layer saves for backward on one rank, in closed form (:func:`activation_bytes`)."""
     return activation_bytes(
-        config, plan.tp, plan.sequence_parallel, plan.saving, full=plan.full,
-        seq=plan.seq, batch=plan.micro_batch, element_size=plan.dtype.itemsize, imbalance=plan.imbalance,
+        config, plan.tp, plan.sequence_parallel, plan.saving, full=plan.full, seq=plan.seq, batch=plan.micro_batch,
+        element_size=plan.dtype.itemsize, imbalance=plan.imbalance, replicas=plan.expert_replicas, layer=layer,
     )  # fmt: skip
 
 
-def measured_layer(config: ModelConfig, plan: Plan) -> int:
-    """Returns the bytes that one more layer of the real model saves on one rank, on meta tensors."""
+def saved_formula(config: ModelConfig, plan: Plan) -> float:
+    """Returns the bytes that all layers save for backward on one rank, in closed form."""
+    return sum(len(layers) * layer_bytes(config, plan, layers[0]) for layers in layers_by_mlp(config).values())
+
+
+def measured_layer(config: ModelConfig, plan: Plan, layer: int = 0) -> int:
+    """Returns the bytes that one more layer like ``layer`` saves on one rank, in the real model on meta tensors."""
     ids = token_ids(plan.micro_batch, plan.seq)
 
     def saved_with(layers: int) -> int:
-        model = planned_model(with_layers(config, layers), plan, mesh)
+        model = planned_model(with_layers(config, layers, like=layer), plan, mesh)
         with saved_bytes(model) as saved, assumed_imbalance(plan.imbalance):
             model(ids, labels=ids)
         return saved()
@@ -223,30 +245,35 @@ def expected_wire(config: ModelConfig, plan: Plan) -> int:
     and gathers again, or without sequence parallelism in place of exchanges (tpfuse/layers/expert_sizes.py).  Blocks
     that are recomputed send what forward sends again.
     """
-    s, R = Shape.of(config), plan.tp
-    rows = -(-plan.seq * plan.micro_batch // R)
-    tile = (R - 1) * rows * s.D * plan.dtype.itemsize
-    ends, layer, forward = (5, 10, 4) if plan.sequence_parallel else (4, 8, 4)
-    experts = 0.0
-    if s.experts is not None:
-        layer, forward = (5, 2) if plan.sequence_parallel else (6, 3)
-        sizes = ExpertSizes(s.experts, rows, R, plan.dtype.itemsize, imbalance=plan.imbalance)
-        experts = s.L * sizes.wire(kept=plan.saving == "fastest", recomputed=plan.full)
-    return tile * (ends + s.L * (layer + forward * plan.full)) + round(experts)
+    R, rows = plan.tp, -(-plan.seq * plan.micro_batch // plan.tp)
+    tiles, experts = 5 if plan.sequence_parallel else 4, 0.0
+    for s in Shape.kinds(config):
+        layer, forward = (10, 4) if plan.sequence_parallel else (8, 4)
+        if s.experts is not None:
+            layer, forward = (5, 2) if plan.sequence_parallel else (6, 3)
+            sizes = _expert_sizes(s.experts, rows, plan)
+            experts += s.L * sizes.wire(kept=plan.saving == "fastest", recomputed=plan.full)
+        tiles += s.L * (layer + forward * plan.full)
+    return tiles * (R - 1) * rows * config.hidden_size * plan.dtype.itemsize + round(experts)
+
+
+def _expert_sizes(shape: MoEShape, rows: float, plan: Plan) -> ExpertSizes:
+    """Returns the sizes of experts on a rank that has so many rows of its own."""
+    ranks, element = plan.tp * plan.expert_replicas, plan.dtype.itemsize
+    return ExpertSizes(shape, rows, ranks, element, imbalance=plan.imbalance, replicas=plan.expert_replicas)
 
 
 def against_formulas(r: DryRun) -> list[tuple[str, float, float, str]]:
     """Returns (name, counted, formula, unit) of one rank's costs."""
     c, plan, work = r.config, r.plan, r.work
-    s = Shape.of(c)
-    saved = s.L * layer_bytes(c, plan)
     flops = model_flops(c, plan.seq, plan.micro_batch) / plan.tp
-    if s.experts is not None:
-        sizes = ExpertSizes(s.experts, plan.seq * plan.micro_batch / plan.tp, plan.tp, plan.dtype.itemsize)
-        flops += 3 * s.L * (sizes._replace(imbalance=plan.imbalance).flops() - sizes.flops())
+    for s in Shape.kinds(c):
+        if s.experts is not None:
+            sizes = _expert_sizes(s.experts, plan.seq * plan.micro_batch / plan.tp, plan)
+            flops += 3 * s.L * (sizes.flops() - sizes._replace(imbalance=1).flops())
     return [
-        ("parameters", r.held.parameters, parameter_count(c, plan.tp), ""),
-        ("saved activations (formula: of the layers)", work.saved, saved, "B"),
+        ("parameters", r.held.parameters, parameter_count(c, plan.tp, replicas=plan.expert_replicas), ""),
+        ("saved activations (formula: of the layers)", work.saved, saved_formula(c, plan), "B"),
         ("flops (formula: of the model, all keys)", work.flops, flops, "flop"),
         ("sent over tp (formula: of row tiles)", work.wire, expected_wire(c, plan), "B"),
     ]
@@ -272,12 +299,14 @@ _RATIOS = """Counted is what the model on meta tensors does, formula the closed 
 
 def report(r: DryRun) -> str:
     """Returns a dry run as text."""
-    c, plan, held, work, s = r.config, r.plan, r.held, r.work, Shape.of(r.config)
+    c, plan, held, work = r.config, r.plan, r.held, r.work
     mode = "sequence parallel" if plan.sequence_parallel else "without sequence parallelism"
     dtype, saving = str(plan.dtype).removeprefix("torch."), "blocks' inputs" if plan.full else plan.saving
     head = (
-        f"{s.L} layers, width {s.D}, {s.H} heads, vocabulary {s.V}: {quantity(parameter_count(c))} parameters\n"
-        f"tp {plan.tp} x dp {plan.dp} = {plan.tp * plan.dp} ranks, {mode}, saving {saving}, {dtype};"
+        f"{c.num_layers} layers, width {c.hidden_size}, {c.num_heads} heads, vocabulary {c.vocab_size}:"
+        f" {quantity(parameter_count(c))} parameters\n"
+        f"tp {plan.tp} x dp {plan.dp} = {plan.tp * plan.dp} ranks, {mode},"
+        f"{' experts over replicas,' if plan.over_replicas else ''} saving {saving}, {dtype};"
         f" a rank's forward + backward of {plan.micro_batch} x {plan.seq} tokens"
     )
     numbers = [
@@ -333,11 +362,14 @@ class Point(NamedTuple):
 
 
 def point(config: ModelConfig, plan: Plan) -> Point:
-    """Returns the costs of a model of many layers, from a run of two and one of three: every layer adds the same."""
+    """Returns the costs of a model of many layers, from a run of two and one of three: every layer adds the same.
+
+    Where layers are not alike, all of them run.
+    """
     L = config.num_layers
     with fake_world(plan.tp, plan.dp) as mesh:
         held = held_by(planned_model(config, plan, mesh), plan)
-        if L <= 3:
+        if L <= 3 or len(set(layer_kinds(config))) > 1:
             return Point(plan, held, _work(planned_model(config, plan, mesh), plan)[0])
         two, three = (_work(planned_model(with_layers(config, n), plan, mesh), plan)[0] for n in (2, 3))
     line = lambda a, b: a + (L - 2) * (b - a)

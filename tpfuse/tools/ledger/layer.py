@@ -5,6 +5,7 @@ stack runs: the norm that enters it and the embedding's are not in it, the norms
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,7 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...layers.block import SAVING
+from ...layers.shapes import MLPShape, MoEShape
 from ...models import with_head
+from ...models.config.gpt import GPTConfig
 from ...models.config.model import ModelConfig
 from ...models.model import Model
 from ...models.stack import FULL
@@ -59,6 +62,7 @@ def build(
     *,
     tp: TensorParallel | None = None,
     dp: DeviceMesh | None = None,
+    experts: DeviceMesh | TensorParallel | None = None,
     saving: str,
     full: bool = False,
     dtype: torch.dtype,
@@ -69,8 +73,9 @@ def build(
 
     ValueError for sizes that cannot be split.
     """
+    make = with_head if experts is None else functools.partial(with_head, experts=experts)  # Bert has none
     with default_dtype(dtype), torch.device(device):
-        return with_head(config, tp=tp, dp=dp, saving=saving, recompute=FULL if full else None, stage=stage)
+        return make(config, tp=tp, dp=dp, saving=saving, recompute=FULL if full else None, stage=stage)
 
 
 def token_ids(batch: int, seq: int) -> Tensor:
@@ -78,10 +83,21 @@ def token_ids(batch: int, seq: int) -> Tensor:
     return torch.zeros(batch, seq, dtype=torch.int64, device="meta")
 
 
-def with_layers(config: ModelConfig, layers: int) -> ModelConfig:
-    """Returns the config of the same model with fewer layers."""
-    types = getattr(config, "layer_types", None)
-    return replace(config, num_layers=layers, **({} if types is None else dict(layer_types=types[:layers])))
+LayerKind = tuple[int | None, MLPShape | MoEShape]  # the window of attention, and the MLP or experts
+
+
+def layer_kinds(config: ModelConfig) -> list[LayerKind]:
+    """Returns the kind of each layer of a model."""
+    return list(zip(config.windows, map(config.mlp_shape, range(config.num_layers)), strict=True))
+
+
+def with_layers(config: ModelConfig, layers: int, like: int = 0) -> ModelConfig:
+    """Returns the config of a model of so many layers, each of which is like layer ``like`` of this one."""
+    types = None if config.layer_types is None else (config.layer_types[like],) * layers
+    if not isinstance(config, GPTConfig):
+        return replace(config, num_layers=layers, layer_types=types)
+    mlps = tuple(range(layers)) if like in config.mlp_layers else ()
+    return replace(config, num_layers=layers, layer_types=types, mlp_layers=mlps)
 
 
 class _Taken(Exception):
@@ -291,13 +307,16 @@ def compare(
     dtype: torch.dtype = torch.bfloat16,
     tp: TensorParallel | None = None,
     imbalance: float = 1.0,
+    layer: int = 0,
 ) -> Comparison:
-    """Counts every version of one layer.
+    """Counts every version of one layer, number ``layer`` of the model.
 
     Grouped heads, gated MLPs, those beside attention and experts have no row in the table of 2020, so for them there
     are tpfuse's columns alone.  ``imbalance``: of the rank whose experts have the most rows, these over the mean.
-    ValueError for one that the ranks cannot have.
+    ValueError for one that the ranks cannot have, and for a layer that is not there.
     """
+    s = Shape.of(config, layer)
+    config = with_layers(config, 1, like=layer)
     check_imbalance("ledger", config, imbalance, 1 if tp is None else tp.size)
     s, element_size = Shape.of(config), dtype.itemsize
     columns: list[Column] = []

@@ -73,18 +73,22 @@ def activation_bytes(
     element_size: int = 2,
     full: bool = False,
     imbalance: float = 1.0,
+    replicas: int = 1,
+    layer: int | None = None,
 ) -> float:
     """Returns the bytes that one layer saves on one rank.
 
     ``recompute``: "none", "selective" (attention's probabilities) or "full" for a plain layer with dropout on;
     "fastest" or "smallest" for tpfuse's, ``full`` where its blocks are recomputed (recompute="full" of a model).
     ``imbalance``: of a model with experts, the busiest rank's rows over the mean; the bytes are that rank's.
-    ValueError for another, for an imbalance that ``tp`` ranks cannot have, and for a plain layer of experts.
+    ``replicas``: how many the experts are divided among.  ``layer``: which layer, of a model where some have an MLP and
+    some experts.  ValueError for another, for an imbalance that the ranks cannot have, for a plain layer of experts,
+    and for a layer that is not there or not given where layers differ.
     """
     if recompute not in RECOMPUTE:
         raise ValueError(f"activation_bytes: recompute must be one of {', '.join(RECOMPUTE)}, got {recompute!r}")
-    check_imbalance("activation_bytes", config, imbalance, tp)
-    s, e, rows, wired = Shape.of(config), element_size, seq * batch, Wired.of(config)
+    check_imbalance("activation_bytes", config, imbalance, tp, replicas=replicas)
+    s, e, rows, wired = Shape.of(config, layer), element_size, seq * batch, Wired.of(config)
     if s.experts is not None and recompute not in SAVING:
         raise ValueError(
             f"activation_bytes: recompute={recompute!r} is of a plain layer, which has one MLP; of experts, use one of"
@@ -102,25 +106,24 @@ def activation_bytes(
             return rows * (e * s.D + (norm if wired.enters else 0)) / shards
         rowwise = wired.streams * e * s.D + wired.norms * ((streams - 1) * e * s.D + norm)
         rowwise += wired.branch_norms * (e * s.D + norm)
-        inside = e * (s.qkv + s.H * s.E) + 4 * s.H + _qk_norms(config, e, t)
+        inside = e * (s.qkv + s.H * s.E) + 4 * s.H + _qk_norms(config, s, e, t)
         if s.experts is None:
             return rows * (rowwise / shards + (inside + e * (s.ffn_in + a)) / t)
         if t > shards:  # of the rows that experts read a rank keeps its share
             rowwise -= (streams - 1 if wired.mlp_norm else 1) * e * s.D
             inside += e * s.D
-        experts = ExpertSizes(s.experts, rows / t, t, e, imbalance=imbalance).saved(kept=recompute == "fastest")
-        return rows * (rowwise / shards + inside / t) + experts
+        experts = ExpertSizes(s.experts, rows / t, t * replicas, e, imbalance=imbalance, replicas=replicas)
+        return rows * (rowwise / shards + inside / t) + experts.saved(kept=recompute == "fastest")
     # sums of the residual stream, masks of dropout; each norm's output, of a branch's norm its input
     rowwise = (2 * (e + 1) + (wired.norms + wired.branch_norms) * e) * s.D
-    inside = e * (s.qkv + s.H * s.E + s.ffn_in + s.F) + _qk_norms(config, e, t)
+    inside = e * (s.qkv + s.H * s.E + s.ffn_in + s.F) + _qk_norms(config, s, e, t)
     scores = (2 * e + 1) * s.H * seq if recompute == "none" else 0
     return rows * (rowwise / shards + (inside + scores) / t)
 
 
-def _qk_norms(config: ModelConfig, e: int, t: int) -> float:
+def _qk_norms(config: ModelConfig, s: Shape, e: int, t: int) -> float:
     """Returns the bytes a row of what norms of queries and keys save, over all ranks: their inputs, and a number a
     head, or each of all heads together, which every rank has."""
-    s = Shape.of(config)
     together = getattr(config, "qk_norm_all", False)
     return config.qk_norm * (e * (s.H + s.G) * s.E + 4 * (2 * t if together else s.H + s.G))
 
@@ -233,16 +236,27 @@ def state_bytes(
     )
 
 
-def parameter_count(config: ModelConfig, tp: int = 1) -> float:
+def parameter_count(config: ModelConfig, tp: int = 1, *, replicas: int = 1) -> float:
     """Returns the parameters of one rank, with a language-model head, in closed form.
 
-    Matrices, experts, biases before the split, and the embedding are divided by tp, the rest is replicated.  For GPT-2
-    at tp = 1: V h + s h + L (12 h^2 + 13 h) + 2 h.
+    Matrices, experts, biases before the split, and the embedding are divided by tp, the rest is replicated.
+    ``replicas``: how many the experts are divided among too.  For GPT-2 at tp = 1: V h + s h + L (12 h^2 + 13 h) + 2 h.
     """
-    c, s = config, Shape.of(config)
-    norm = 2 * s.D if KINDS[c.norm].centred and c.norm_bias else s.D
+    c, D, V = config, config.hidden_size, config.vocab_size
+    norm = 2 * D if KINDS[c.norm].centred and c.norm_bias else D
+    layers = sum(s.L * _layer_parameters(c, s, norm, (tp, tp * replicas)) for s in Shape.kinds(c))
+    vocabulary = V * D * (1 if c.tie_embeddings else 2)
+    ends = (c.learned_positions + c.type_vocab_size) * D + norm
+    if not c.hf.causal:  # the masked-LM head's bias, its transform and the norm of that
+        vocabulary += V
+        ends += D * D + getattr(c, "head_bias", True) * D + norm
+    return vocabulary / tp + layers + ends
+
+
+def _layer_parameters(c: ModelConfig, s: Shape, norm: int, ranks: tuple[int, int]) -> float:
+    """Returns the parameters of a layer on one of the ranks that divide matrices, and of those that divide experts."""
+    wired, tp, of_experts = Wired.of(c), *ranks
     inside = s.weights + c.qkv_bias * s.qkv + c.mlp_bias * s.ffn_in
-    wired = Wired.of(c)
     replicated = (wired.norms + wired.branch_norms) * norm + c.out_bias * s.D + c.mlp_bias * s.D + s.router
     if s.experts is not None and s.experts.routing.biased:
         replicated += s.experts.num_experts
@@ -250,9 +264,4 @@ def parameter_count(config: ModelConfig, tp: int = 1) -> float:
         inside += c.qk_norm * (s.H + s.G) * s.E
     else:
         replicated += c.qk_norm * 2 * s.E
-    vocabulary = s.V * s.D * (1 if c.tie_embeddings else 2)
-    ends = (s.P + c.type_vocab_size) * s.D + norm
-    if not c.hf.causal:  # the masked-LM head's bias, its transform and the norm of that
-        vocabulary += s.V
-        ends += s.D * s.D + getattr(c, "head_bias", True) * s.D + norm
-    return (vocabulary + s.L * inside) / tp + s.L * replicated + ends
+    return inside / tp + s.expert_weights / of_experts + replicated

@@ -44,9 +44,9 @@ def forward_flops(config: ModelConfig, seq: int, batch: int) -> tuple[int, int, 
 
     Of experts a token is multiplied with those that it has, and with the router.
     """
-    s = Shape.of(config)
-    tokens = batch * seq
-    return 2 * tokens * s.L * s.used, 4 * tokens * seq * s.L * s.H * s.E, 2 * tokens * s.D * s.V
+    kinds, tokens = Shape.kinds(config), batch * seq
+    gemm, attention = sum(2 * s.L * s.used for s in kinds), sum(4 * seq * s.L * s.H * s.E for s in kinds)
+    return tokens * gemm, tokens * attention, 2 * tokens * config.hidden_size * config.vocab_size
 
 
 def model_flops(config: ModelConfig, seq: int, batch: int) -> int:

@@ -33,7 +33,8 @@ class Entry(NamedTuple):
 
     ``read`` and ``written`` are bytes of this rank's memory, ``least`` the lower bound on their sum, ``wire`` bytes
     sent to other ranks.  ``inputs`` and ``outputs`` are (storage number, bytes), the same number wherever the same
-    storage is seen.  ``drops``: the call makes a dropout mask.  ``scores``: those that attention makes.
+    storage is seen.  ``drops``: the call makes a dropout mask.  ``scores``: those that attention makes.  ``ranks``:
+    how many a gather or an exchange of rows is among; 0: not known, the tensor-parallel ones.
     """
 
     op: str
@@ -49,6 +50,7 @@ class Entry(NamedTuple):
     outputs: tuple[tuple[int, int], ...] = ()
     drops: bool = False
     scores: int = 0
+    ranks: int = 0
 
     @property
     def moved(self) -> int:
@@ -128,6 +130,7 @@ class Ledger(TorchDispatchMode):
                 outputs=results,
                 drops=drops,
                 scores=cost.scores,
+                ranks=_ranks(name, args),
             )
             self.entries.append(entry)
         return outputs
@@ -198,6 +201,13 @@ def _wire(name: str, args: tuple[Any, ...]) -> int:
     if name == "all_to_all":
         return _size(args[0]) * (len(args[0]) - 1) // max(len(args[0]), 1)
     return sum(_size(t) for t in tree_leaves(args) if isinstance(t, Tensor))
+
+
+def _ranks(name: str, args: tuple[Any, ...]) -> int:
+    """Returns the number of ranks that a call's rows come from or go to; 0 for other calls."""
+    if name == "all_gather":
+        return int(args[1])
+    return len(args[1]) if name == "exchange_rows" else 0
 
 
 def _size(t: Tensor) -> int:

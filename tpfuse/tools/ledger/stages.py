@@ -13,6 +13,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ...kernels.runtime.deferred import WeightGradients
+from ...kernels.runtime.errors import check
 from ...models.config.model import ModelConfig
 from ...models.model import Model
 from ...parallel import TensorParallel
@@ -152,9 +153,10 @@ class RankRun(NamedTuple):
 def run(config: ModelConfig, plan: Plan, pipe: Pipe) -> list[RankRun]:
     """Runs each rank of a pipeline, whose micro-batches are ``plan.micro_batch`` sequences.
 
-    ValueError, as at run time, for numbers that a schedule cannot do and sizes that cannot be split, and for an
-    imbalance that the ranks cannot have.
+    ValueError, as at run time, for numbers that a schedule cannot do, sizes that cannot be split and experts over
+    replicas, and for an imbalance that the ranks cannot have.
     """
+    check(not plan.over_replicas, "dry run: experts over replicas are not built for pipeline stages")
     check_imbalance("dry run", config, plan.imbalance, plan.tp)
     ranks = list(range(pipe.ranks))
     return [_rank(config, plan, pipe, rank) for rank in progress(ranks, "dry run: rank", long=config.num_layers > 16)]

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ...models.config.model import ModelConfig
 from ...parallel import TensorParallel
 from ...sequence_parallel.assumed import assumed_imbalance
+from ...training.data_parallel import data_parallel
 from .aten import COMMUNICATION, KINDS
 from .dryrun import Plan, fake_world, held_by, planned_model
 from .layer import build, token_ids
@@ -66,11 +67,11 @@ def predict(config: ModelConfig, plan: Plan, machine: Machine, *, batch: int) ->
 
     def seconds(e: Entry) -> float:
         communication = e.kind == COMMUNICATION
-        line = speeds.message(e.op, plan.tp) if communication else speeds.ops.get(key(e)) or speeds.ops.get(e.kind)
+        ranks = e.ranks or plan.tp
+        line = speeds.message(e.op, ranks) if communication else speeds.ops.get(key(e)) or speeds.ops.get(e.kind)
         if line is None:
             raise ValueError(
-                f"machine: {e.op} over {plan.tp} ranks was not calibrated; run python -m tpfuse calibrate"
-                f" --ranks {plan.tp}"
+                f"machine: {e.op} over {ranks} ranks was not calibrated; run python -m tpfuse calibrate --ranks {ranks}"
             )
         return line.seconds(e.flops, e.wire if communication else e.moved, e.scores)
 
@@ -102,8 +103,16 @@ def train(config: ModelConfig, plan: Plan, *, batch: int, steps: int) -> float:
     """Returns the seconds of a step on the processes of this world; each rank calls it."""
     mesh = init_device_mesh("cpu", (plan.dp, plan.tp), mesh_dim_names=("dp", "tp"))
     tp = TensorParallel(mesh["tp"], sequence_parallel=plan.sequence_parallel, overlap="off")
-    model = build(config, tp=tp, dp=mesh["dp"], saving=plan.saving, full=plan.full, dtype=plan.dtype, device="cpu")
-    replica: Any = DistributedDataParallel(model, process_group=mesh["dp"].get_group()) if plan.dp > 1 else model
+    experts = mesh["dp", "tp"] if plan.over_replicas else None
+    model = build(
+        config, tp=tp, dp=mesh["dp"], experts=experts, saving=plan.saving, full=plan.full, dtype=plan.dtype,
+        device="cpu",
+    )  # fmt: skip
+    replica: Any = model
+    if plan.dp > 1 and plan.over_replicas:  # which leaves experts out
+        replica = data_parallel(model, mesh["dp"])
+    elif plan.dp > 1:
+        replica = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
     optimizer = torch.optim.AdamW(model.parameters())
     ids = torch.randint(config.vocab_size, (plan.micro_batch, plan.seq), generator=torch.Generator().manual_seed(0))
     k = micro_batches(plan, batch)

@@ -81,7 +81,10 @@ def _measure_all(job: Job, splits: list[Split], steps: int) -> list[float]:
 def _measure(job: Job, split: Split, steps: int) -> float:
     if split.pp > 1:
         return _train(job, split, steps)
-    plan = Plan(split.tp, split.dp, job.seq, split.micro_batch, saving=split.saving, full=split.full, dtype=job.dtype)
+    plan = Plan(
+        split.tp, split.dp, job.seq, split.micro_batch, saving=split.saving, full=split.full, dtype=job.dtype,
+        over_replicas=split.over_replicas,
+    )  # fmt: skip
     return steptime.train(job.config, plan, batch=job.batch, steps=steps)
 
 

@@ -19,15 +19,16 @@ class CostModel(NamedTuple):
     """Functions that cost a step, and what the devices allow.
 
     ``pieces``: costs of a model's pieces.  ``hop(split, bytes)``: seconds to send to the next stage.  ``sums(split,
-    bytes)``: seconds of the all-reduce over dp (FSDP: of all-gathers and a reduce-scatter).  ``update(job, split,
-    elements)``: seconds of the optimizer.  ``state(job, split, elements)``: bytes of parameters, gradients, optimizer
-    and buffers.  ``limit``: bytes that a rank may hold.  ``hides``: messages pass while the device computes.
+    bytes)``: seconds of the all-reduce over dp (FSDP: of all-gathers and a reduce-scatter).  ``update(job,
+    elements)``: seconds of the optimizer over so many of a rank.  ``state(job, split, elements)``: bytes of parameters,
+    gradients, optimizer and buffers.  ``limit``: bytes that a rank may hold.  ``hides``: messages pass while the device
+    computes.
     """
 
     pieces: CostFunction
     hop: Callable[[Split, float], float]
     sums: Callable[[Split, float], float]
-    update: Callable[[Job, Split, float], float]
+    update: Callable[[Job, float], float]
     state: Callable[[Job, Split, Elements], Any]
     limit: float
     hides: bool
@@ -43,7 +44,7 @@ def cost_model(cluster: Cluster, *, share: float = MEMORY_SHARE, pieces: CostFun
         LedgerCosts(cluster) if pieces is None else pieces,
         hop=lambda split, size: between_stages(size, split, cluster),
         sums=lambda split, size: over_dp(size, split, cluster),
-        update=lambda job, split, elements: optimizer_seconds(elements, job, split, cluster.device),
+        update=lambda job, elements: optimizer_seconds(elements, job, cluster.device),
         state=state_bytes,
         limit=share * cluster.device.memory,
         hides=not isinstance(cluster.device, LocalCPU),
@@ -56,15 +57,16 @@ def state_bytes(job: Job, split: Split, elements: Elements) -> Any:
     size = job.dtype.itemsize
     element = 2 * size + OPTIMIZERS[job.optimizer](size)
     if not split.sharded:
-        return elements.local * (element + size * (split.dp > 1 and split.pp == 1))
+        in_buckets = (elements.local - elements.experts) * (split.dp > 1 and split.pp == 1)
+        return elements.local * element + in_buckets * size
     return elements.shard * element + elements.gathered * size
 
 
-def optimizer_seconds(elements: float, job: Job, split: Split, device: AnyDevice) -> float:
-    """Returns the seconds of an optimizer's step over ``elements`` of a rank, which FSDP cuts evenly: one pass through
-    memory that reads parameters, gradients and states and writes parameters and states."""
+def optimizer_seconds(elements: float, job: Job, device: AnyDevice) -> float:
+    """Returns the seconds of an optimizer's step over ``elements`` of a rank: one pass through memory that reads
+    parameters, gradients and states and writes parameters and states."""
     size = job.dtype.itemsize
-    states, count = OPTIMIZERS[job.optimizer](size), round(elements / split.dp if split.sharded else elements)
+    states, count = OPTIMIZERS[job.optimizer](size), round(elements)
     read, written = count * (2 * size + states), count * (size + states)
     step = Entry(job.optimizer, ELEMENTWISE, FORWARD, read=read, written=written, least=read + written, flops=0)
     return device.seconds(step, job.dtype)

@@ -80,16 +80,14 @@ def formulas(plans: Plans, step: StepEstimate) -> str:
         if split.pp > 1
         else "no pipeline"
     )
-    gradients = quantity(step.parameters * size, "B")
+    gradients = quantity((step.parameters - step.experts) * size, "B")
     collectives = "FSDP's gathers and scatters" if split.sharded else "all-reduces"
     formula[DP] = (
         f"{collectives} of {gradients} of gradients over {split.dp}, the part that nothing hides"
         if split.dp > 1
         else "no replicas"
     )
-    formula[OPTIMIZER] = (
-        f"{job.optimizer} over {quantity(step.parameters / (split.dp if split.sharded else 1))} elements"
-    )
+    formula[OPTIMIZER] = f"{job.optimizer} over {quantity(step.updated)} elements"
     rows = [
         (part, duration(step.parts[part]), f"{100 * step.parts[part] / step.seconds:.1f} %", formula[part])
         for part in step.parts

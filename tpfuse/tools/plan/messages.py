@@ -13,10 +13,10 @@ from .split import Split
 _RING, _DIRECT = ALL_REDUCE["ring"], ALL_REDUCE["direct"]
 
 
-def over_tp(op: str, wire: float, split: Split, cluster: Cluster) -> float:
-    """Returns the seconds of a ledger's collective among ``split.tp`` ranks; ``wire``: bytes as the ledger counts
-    them."""
-    n = split.tp
+def over_tp(op: str, wire: float, split: Split, cluster: Cluster, *, ranks: int = 0) -> float:
+    """Returns the seconds of a ledger's collective among ``ranks`` that stand side by side (0: ``split.tp``);
+    ``wire``: bytes as the ledger counts them."""
+    n = ranks or split.tp
     if n == 1:
         return 0.0
     gathered = wire * n / (n - 1)

@@ -9,17 +9,21 @@ Their differences are the pieces, call by call:
     head       the last stage less its block and the border
 
 so that the pieces of any stage add up to what it runs, including norms that stand alone at its ends where a fused op
-would have computed them.  Each micro-batch size is run separately, because not all calls are linear in the rows: a
-norm's partial sums stop growing where all multiprocessors are busy, an embedding's are cut by the root of the rows.
-Each call takes the device's seconds for it.  Parameters have gradients already, to which each micro-batch but a step's
-first adds.
+would have computed them.  Blocks of each kind (a window of attention, an MLP or experts) run by themselves; where a
+model has several, the pieces add up op by op, since the last call of a stage is of its own last block.  Each
+micro-batch size is run separately, because not all calls are linear in the rows: a norm's partial sums stop growing
+where all multiprocessors are busy, an embedding's are cut by the root of the rows.  Each call takes the device's
+seconds for it.  Parameters have gradients already, to which each micro-batch but a step's first adds.
+
+Models whose experts are divided among replicas have no stages: of these, blocks with experts are a whole model of two
+less that of one, and the other pieces are those of one replica.
 """
 
 import contextlib
+import functools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -27,14 +31,17 @@ from torch import nn
 
 from ...kernels.runtime.errors import check
 from ...kernels.runtime.launch import pretending
+from ...layers.shapes import MoEShape
+from ...layers.shards import named_specs
 from ...models.config.model import ModelConfig
+from ...models.model import Model
 from ...parallel import TensorParallel
 from ...pipeline.action import KINDS
-from ...pipeline.placement import Stage
+from ...pipeline.placement import Chunk, Stage
 from ...pipeline.schedules import SCHEDULES, placement
 from ..ledger.aten import COMMUNICATION
-from ..ledger.dryrun import Plan, fake_world
-from ..ledger.layer import build, with_layers
+from ..ledger.dryrun import Plan, fake_world, planned_model
+from ..ledger.layer import LayerKind, build, layer_kinds, with_layers
 from ..ledger.recorder import Entry
 from ..ledger.stages import StageRun, run_stage
 from .cluster import Cluster
@@ -47,33 +54,42 @@ _LAYERS = 1, 1, 2, 1
 
 class PieceCalls(NamedTuple):
     """Calls of a piece, a sum of stages' runs some of which are subtracted: how often each call occurs in a pass, and
-    bytes."""
+    bytes.  ``transient``: of the stage that it is counted as a part of, the most alive in a pass besides those it
+    keeps."""
 
     passes: Mapping[str, Mapping[Entry, int]]
     saved: int
     held: int
+    transient: int
 
 
 class PieceRuns(NamedTuple):
-    """Calls of all pieces; ``blocks`` by attention window.  ``transient``: of each stage that ran, the most bytes alive
-    in a pass besides those it keeps.  ``hop_bytes``: of h, sent to the next stage."""
+    """Calls of all pieces; ``blocks`` by their kind.  ``hop_bytes``: of h, sent to the next stage."""
 
     embedding: PieceCalls
-    blocks: Mapping[int | None, PieceCalls]
+    blocks: Mapping[LayerKind, PieceCalls]
     head: PieceCalls
     border: PieceCalls
-    transient: Sequence[int]
     hop_bytes: int
 
 
 ShapeCounts = Counter[tuple[int, int]]  # (rows, elements of a row) -> number of parameters of that size
 
 
+class SharedExperts(NamedTuple):
+    """A block whose experts are divided among replicas: its calls, its other parameters, and the elements of the
+    experts on a rank."""
+
+    calls: PieceCalls
+    shapes: ShapeCounts
+    elements: int
+
+
 class PieceShapes(NamedTuple):
     """Parameters of a rank's pieces; ``shared``: those of the head that the embedding on the same rank has too."""
 
     embedding: ShapeCounts
-    block: ShapeCounts
+    blocks: Mapping[LayerKind, ShapeCounts]
     head: ShapeCounts
     border: ShapeCounts
     shared: ShapeCounts
@@ -92,14 +108,17 @@ class LedgerCosts:
         self._pieces: dict[tuple[Any, ...], Pieces] = {}
         self._tied: dict[tuple[Any, ...], Pieces] = {}
         self._runs: dict[tuple[Any, ...], PieceRuns] = {}
+        self._over_replicas: dict[tuple[Any, ...], Mapping[LayerKind, SharedExperts]] = {}
 
     def with_cluster(self, cluster: Cluster) -> "LedgerCosts":
         """Returns the costs on other links between the same devices, which share all dry runs."""
         costs = LedgerCosts(cluster)
-        costs._runs, costs._shapes = self._runs, self._shapes
+        costs._runs, costs._shapes, costs._over_replicas = self._runs, self._shapes, self._over_replicas
         return costs
 
     def __call__(self, job: Job, split: Split) -> Pieces:
+        if split.over_replicas:
+            return self._with_shared_experts(job, split)
         chains = placement(split.schedule, split.pp, split.chunks)
         stages, layers = len(chains[0]), job.config.num_layers
         check(stages <= layers, f"plan: {layers} layers cannot be cut into {stages} stages")
@@ -110,7 +129,7 @@ class LedgerCosts:
         shapes = self._shapes[model]
         if key not in self._pieces:
             if key not in self._runs:
-                with pretending(self.cluster.device.arch) if self.cluster.device.arch else contextlib.nullcontext():
+                with self._launching():
                     self._runs[key] = run_pieces(job, split)
             self._pieces[key] = self._priced(job, split, self._runs[key], shapes)
         both_ends_on_a_rank = bool({chain[0] for chain in chains} & {chain[-1] for chain in chains})
@@ -121,20 +140,46 @@ class LedgerCosts:
             self._tied[tied] = _tied(self._pieces[key], shapes, size=job.dtype.itemsize if stages == 1 else 0)
         return self._tied[tied]
 
-    def _priced(self, job: Job, split: Split, runs: PieceRuns, shapes: PieceShapes) -> Pieces:
-        def piece(calls: PieceCalls, stage: int, sizes: ShapeCounts) -> PieceCost:
-            passes = {kind: self._seconds(calls.passes[kind], job.dtype, split) for kind in KINDS}
-            alive, elements = runs.transient[stage], _elements(sizes)
-            return PieceCost(passes, calls.saved, calls.held, transient=alive, parameters=elements, sizes=sizes)
+    def _launching(self) -> contextlib.AbstractContextManager[None]:
+        """Takes the launch parameters, and so the bytes, of the device's kernels for a while."""
+        arch = self.cluster.device.arch
+        return pretending(arch) if arch else contextlib.nullcontext()
 
-        blocks = {window: piece(calls, _MIDDLE, shapes.block) for window, calls in runs.blocks.items()}
-        return Pieces(
-            piece(runs.embedding, _FIRST, shapes.embedding),
-            tuple(blocks[window] for window in job.config.windows),
-            piece(runs.head, _LAST, shapes.head),
-            hop_bytes=runs.hop_bytes,
-            border=piece(runs.border, _MIDDLE, shapes.border),
+    def _with_shared_experts(self, job: Job, split: Split) -> Pieces:
+        """Returns the pieces of a split without, but for blocks with experts."""
+        check(split.pp == 1, "plan: experts over replicas are not built for pipeline stages")
+        pieces = self(job, split._replace(over_replicas=False))
+        key = job.config, job.dtype, job.seq, split.dp, split.tp, split.micro_batch, split.saving, split.full
+        if key not in self._over_replicas:
+            with self._launching():
+                self._over_replicas[key] = run_shared_experts(job, split)
+        blocks = {
+            kind: self._piece(job, split, calls, shapes)._replace(parameters=_elements(shapes) + n, experts=n)
+            for kind, (calls, shapes, n) in self._over_replicas[key].items()
+        }
+        kinds = zip(layer_kinds(job.config), pieces.blocks, strict=True)
+        # Whole models ran: blocks have what is alive in embedding and head too, without the experts of other replicas.
+        return pieces._replace(
+            embedding=pieces.embedding._replace(transient=0),
+            blocks=tuple(blocks.get(kind, block) for kind, block in kinds),
+            head=pieces.head._replace(transient=0),
         )
+
+    def _priced(self, job: Job, split: Split, runs: PieceRuns, shapes: PieceShapes) -> Pieces:
+        piece = functools.partial(self._piece, job, split)
+        blocks = {kind: piece(calls, shapes.blocks[kind]) for kind, calls in runs.blocks.items()}
+        return Pieces(
+            piece(runs.embedding, shapes.embedding),
+            tuple(blocks[kind] for kind in layer_kinds(job.config)),
+            piece(runs.head, shapes.head),
+            hop_bytes=runs.hop_bytes,
+            border=piece(runs.border, shapes.border),
+        )
+
+    def _piece(self, job: Job, split: Split, calls: PieceCalls, sizes: ShapeCounts) -> PieceCost:
+        passes = {kind: self._seconds(calls.passes[kind], job.dtype, split) for kind in KINDS}
+        elements = _elements(sizes)
+        return PieceCost(passes, calls.saved, calls.held, calls.transient, parameters=elements, sizes=sizes)
 
     def _seconds(self, calls: Mapping[Entry, int], dtype: torch.dtype, split: Split) -> dict[str, float]:
         """Returns the seconds of a pass by PARTS; of a message that a fused op sends while it computes, only what
@@ -145,7 +190,8 @@ class LedgerCosts:
             if e.kind != COMMUNICATION:
                 seconds[e.kind if e.kind in seconds else MEMORY] += count * computed
             if e.wire:
-                seconds[TP] += count * max(0.0, over_tp(e.op, e.wire, split, self.cluster) - computed)
+                sent = over_tp(e.op, e.wire, split, self.cluster, ranks=e.ranks)
+                seconds[TP] += count * max(0.0, sent - computed)
         return seconds
 
 
@@ -166,43 +212,66 @@ def _tied(pieces: Pieces, shapes: PieceShapes, *, size: int) -> Pieces:
 
 def run_pieces(job: Job, split: Split) -> PieceRuns:
     """Runs the stages of a job at a split's micro-batch, and takes them apart."""
-    config = job.config
-    layers = {window: config.windows.index(window) for window in config.windows}  # one block of each kind
+    kinds = layer_kinds(job.config)
     with fake_world(split.tp) as mesh:
         tp = TensorParallel(mesh["tp"], sequence_parallel=True)
-        runs = [_stages(_alike(config, layer), job, split, tp) for layer in layers.values()]
-    calls = [[_calls(run) for run in stages] for stages in runs]
-    blocks = [_sum((1, stages[_TWO]), (-1, stages[_MIDDLE])) for stages in calls]
-    block, stages = blocks[0], calls[0]
-    border = _sum((1, stages[_MIDDLE]), (-1, block))
+        runs = {kind: _stages(_alike(job.config, kind, sum(_LAYERS)), job, split, tp) for kind in dict.fromkeys(kinds)}
+    calls = {kind: [_calls(run) for run in stages] for kind, stages in runs.items()}
+    blocks = {kind: _sum((-1, stages[_MIDDLE]), (1, stages[_TWO])) for kind, stages in calls.items()}
+    first, last = kinds[0], kinds[-1]
+    border = _sum((1, calls[first][_MIDDLE]), (-1, blocks[first]))
     return PieceRuns(
-        _sum((1, stages[_FIRST]), (-1, block)),
-        dict(zip(layers, blocks, strict=True)),
-        _sum((1, stages[_LAST]), (-1, block), (-1, border)),
+        _sum((1, calls[first][_FIRST]), (-1, blocks[first])),
+        blocks,
+        _sum((1, calls[last][_LAST]), (-1, blocks[last]), (-1, border)),
         border,
-        transient=[max(run.temporaries.values()) for run in runs[0]],
-        hop_bytes=runs[0][0].rows,
+        hop_bytes=runs[first][_FIRST].rows,
     )
+
+
+def run_shared_experts(job: Job, split: Split) -> Mapping[LayerKind, SharedExperts]:
+    """Runs whole models of one block with experts and of two, whose experts are divided among replicas: without
+    stages, which such models cannot have."""
+    blocks = {}
+    plan = Plan(
+        split.tp, split.dp, job.seq, split.micro_batch, saving=split.saving, full=split.full, dtype=job.dtype,
+        over_replicas=True,
+    )  # fmt: skip
+    with fake_world(split.tp, split.dp) as mesh:
+        for kind in dict.fromkeys(layer_kinds(job.config)):
+            if isinstance(kind[1], MoEShape):
+                one, two = (planned_model(_alike(job.config, kind, layers), plan, mesh) for layers in (1, 2))
+                runs = (_calls(_stage(model, model.stages.chunks[0], plan)) for model in (one, two))
+                specs = zip(named_specs(one.blocks[0]), one.blocks[0].parameters(), strict=True)
+                divided = {p for (*_, tp), p in specs if tp.replicas > 1}
+                others = _shapes(p for p in one.blocks[0].parameters() if p not in divided)
+                blocks[kind] = SharedExperts(_sum(*zip((-1, 1), runs)), others, sum(p.numel() for p in divided))
+    return blocks
 
 
 def piece_shapes(job: Job, tp: int) -> PieceShapes:
     """Counts the parameters of a rank's pieces, by their sizes."""
-    config = with_layers(job.config, 3)
     with fake_world(tp) as mesh:
-        group = TensorParallel(mesh["tp"], sequence_parallel=True)
+        make = functools.partial(
+            build, tp=TensorParallel(mesh["tp"], sequence_parallel=True), saving="fastest", dtype=job.dtype
+        )
         stages = [None, *(Stage(r, 3, layers=(1, 1, 1)) for r in range(3))]
-        unsplit, *models = (build(config, tp=group, saving="fastest", dtype=job.dtype, stage=s) for s in stages)
-    block = _shapes(unsplit.blocks[0])
-    embedding, border, end = (_less(_shapes(model), block) for model in models)
+        unsplit, *models = (_shapes(make(with_layers(job.config, 3), stage=s).parameters()) for s in stages)
+        blocks = {
+            kind: _shapes(make(_alike(job.config, kind, 1)).blocks[0].parameters())
+            for kind in dict.fromkeys(layer_kinds(job.config))
+        }
+    block = next(iter(blocks.values()))
+    embedding, border, end = (_less(shapes, block) for shapes in models)
     head = _less(end, border)
     untied = Counter(embedding)
     untied.update(head)
     untied.update({size: 3 * count for size, count in block.items()})
-    return PieceShapes(embedding, block, head, border, shared=_less(untied, _shapes(unsplit)))
+    return PieceShapes(embedding, blocks, head, border, shared=_less(untied, unsplit))
 
 
-def _shapes(module: nn.Module) -> ShapeCounts:
-    return Counter((len(p), math.prod(p.shape[1:])) for p in module.parameters())
+def _shapes(parameters: Iterable[nn.Parameter]) -> ShapeCounts:
+    return Counter((len(p), math.prod(p.shape[1:])) for p in parameters)
 
 
 def _less(counts: ShapeCounts, subtracted: ShapeCounts) -> ShapeCounts:
@@ -216,26 +285,30 @@ def _elements(sizes: ShapeCounts) -> int:
     return sum(count * rows * columns for (rows, columns), count in sizes.items())
 
 
-def _alike(config: ModelConfig, layer: int) -> ModelConfig:
-    """Returns a model whose blocks are all like that of ``layer``."""
-    count, types = sum(_LAYERS), getattr(config, "layer_types", None)
-    if types is None:
-        return replace(config, num_layers=count)
-    return replace(config, num_layers=count, layer_types=(types[layer],) * count)
+def _alike(config: ModelConfig, kind: LayerKind, layers: int) -> ModelConfig:
+    """Returns the config of a model all of whose ``layers`` are of one kind of this one's."""
+    return with_layers(config, layers, like=layer_kinds(config).index(kind))
 
 
 def _stages(config: ModelConfig, job: Job, split: Split, tp: TensorParallel) -> list[StageRun]:
     """Runs all stages, as chunks of one model."""
     stage = Stage(0, 1, "interleaved", chunks=len(_LAYERS), layers=_LAYERS)
     model = build(config, tp=tp, saving=split.saving, full=split.full, dtype=job.dtype, stage=stage)
+    plan = Plan(split.tp, seq=job.seq, micro_batch=split.micro_batch, dtype=job.dtype)
+    two_passes = SCHEDULES[split.schedule].split
+    return [_stage(model, chunk, plan, split=two_passes) for chunk in model.stages.chunks]
+
+
+def _stage(model: Model, chunk: Chunk, plan: Plan, *, split: bool = False) -> StageRun:
+    """Runs a micro-batch through a stage, whose parameters have gradients already."""
     for p in model.parameters():
         p.grad = torch.empty_like(p)
-    plan = Plan(split.tp, seq=job.seq, micro_batch=split.micro_batch, dtype=job.dtype)
-    return [run_stage(model, chunk, plan, split=SCHEDULES[split.schedule].split) for chunk in model.stages.chunks]
+    return run_stage(model, chunk, plan, split=split)
 
 
 def _calls(run: StageRun) -> PieceCalls:
-    return PieceCalls({kind: Counter(map(bare, run.passes[kind])) for kind in KINDS}, run.saved, run.held)
+    passes = {kind: Counter(map(bare, run.passes[kind])) for kind in KINDS}
+    return PieceCalls(passes, run.saved, run.held, transient=max(run.temporaries.values()))
 
 
 def bare(e: Entry) -> Entry:
@@ -244,10 +317,12 @@ def bare(e: Entry) -> Entry:
 
 
 def _sum(*terms: tuple[int, PieceCalls]) -> PieceCalls:
+    """Returns the sum of pieces, each times its sign; its transient is that of the first."""
     passes = {kind: Counter[Entry]() for kind in KINDS}
     for sign, piece in terms:
         for kind, calls in piece.passes.items():
             for e, count in calls.items():
                 passes[kind][e] += sign * count
     nonzero = {kind: {e: n for e, n in calls.items() if n} for kind, calls in passes.items()}
-    return PieceCalls(nonzero, sum(sign * p.saved for sign, p in terms), sum(sign * p.held for sign, p in terms))
+    saved, held = (sum(sign * getattr(p, size) for sign, p in terms) for size in ("saved", "held"))
+    return PieceCalls(nonzero, saved, held, transient=terms[0][1].transient)

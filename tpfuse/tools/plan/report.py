@@ -103,6 +103,7 @@ def cells(split: Split) -> tuple[str, int, str, str, str]:
     """Returns a split's cells of the table: mesh, micro-batch, saved activations, data parallelism, schedule."""
     saving = f"{split.saving}{', full recompute' if split.full else ''}"
     replicas = "-" if split.dp == 1 else "FSDP" if split.sharded else "DDP"
+    replicas += ", experts over dp x tp" if split.over_replicas else ""
     chunks = f" x {split.chunks}" if split.chunks > 1 else ""
     schedule = "-" if split.pp == 1 else f"{split.schedule}{chunks}"
     return split.mesh, split.micro_batch, saving, replicas, schedule

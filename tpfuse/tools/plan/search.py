@@ -21,6 +21,7 @@ import numpy as np
 from ...kernels.runtime.errors import check
 from ...layers.block import SAVING
 from ...pipeline.schedules import SCHEDULES, possible
+from ..ledger.shapes import Shape
 from ..ledger.text import Progress, duration
 from .costs import CostModel
 from .in_flight import in_flight
@@ -31,7 +32,7 @@ from .step import Load, StepEstimate, micro_batches
 Fixed = Mapping[str, Any]  # fields of Split -> value
 NOTHING_FIXED: Fixed = MappingProxyType({})
 _CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    dict(schedule=tuple(SCHEDULES), saving=SAVING, full=(False, True), sharded=(False, True))
+    dict(schedule=tuple(SCHEDULES), saving=SAVING) | dict.fromkeys(("full", "sharded", "over_replicas"), (False, True))
 )
 
 
@@ -124,9 +125,18 @@ def _splits(job: Job, devices: int, fixed: Fixed) -> Iterator[Split]:
                     continue
                 split = Split(dp, tp, pp, micro_batch=micro_batch)
                 pipelines = _pipelines(split, micro_batches(job, split), layers, fixed.get("chunks"))
-                for pipelined, (saving, full), sharded in itertools.product(pipelines, savings, (False, True)):
-                    if dp > 1 or not sharded:
-                        yield pipelined._replace(saving=saving, full=full, sharded=sharded)
+                replicas = (False, True) if dp > 1 else (False,)
+                over = (False, True) if dp > 1 and _can_be_over_replicas(job, split) else (False,)
+                for pipelined, (saving, full), *flags in itertools.product(pipelines, savings, replicas, over):
+                    sharded, over_replicas = flags
+                    yield pipelined._replace(saving=saving, full=full, sharded=sharded, over_replicas=over_replicas)
+
+
+def _can_be_over_replicas(job: Job, split: Split) -> bool:
+    """Returns whether a model can divide experts among the ranks of all replicas: not over pipeline stages."""
+    shapes = Shape.kinds(job.config)
+    counts = [s.experts.num_experts for s in shapes if s.experts is not None]
+    return split.pp == 1 and bool(counts) and all(n % (split.dp * split.tp) == 0 for n in counts)
 
 
 def _pipelines(split: Split, count: int, layers: int, chunks_fixed: int | None) -> Iterator[Split]:
@@ -258,7 +268,7 @@ class _Search:
         if split.micro_batch >= self._full.get(smallest, math.inf):
             return False
         saved = float(self._total(split, split).saved[0]) / split.pp
-        if self._room(self.state(split) + saved + self.spans(split).transient(3)[1]):
+        if self._room(self.state(split) + saved + self.spans(split).least_transient):
             return True
         self._full[smallest] = split.micro_batch
         return False
@@ -266,19 +276,22 @@ class _Search:
     def state(self, split: Split) -> float:
         """Returns a lower bound of the fullest rank's state: that of a rank with the mean's parameters."""
         chains = SCHEDULES[split.schedule].chains
-        key = split.dp, split.tp, split.pp, split.sharded, split.stages, chains
+        key = split.dp, split.tp, split.pp, split.sharded, split.over_replicas, split.stages, chains
         if key not in self._state:
-            simplest = Split(split.dp, split.tp, split.pp, sharded=split.sharded)
-            spans = self.spans(simplest)
-            elements = self._total(simplest, split).parameters[0] * chains / split.pp
-            self._state[key] = float(self.costs.state(self.job, split, self._elements(split, elements, spans)))
+            simplest = Split(split.dp, split.tp, split.pp)
+            simplest = simplest._replace(sharded=split.sharded, over_replicas=split.over_replicas)
+            spans, total = self.spans(simplest), self._total(simplest, split)
+            local, experts = (n[0] * chains / split.pp for n in (total.parameters, total.experts))
+            elements = self._elements(split, local, spans, experts=experts)
+            self._state[key] = float(self.costs.state(self.job, split, elements))
         return self._state[key]
 
-    def _elements(self, split: Split, local: Any, spans: Spans) -> Elements:
+    def _elements(self, split: Split, local: Any, spans: Spans, *, experts: Any) -> Elements:
         """Returns lower bounds for a rank of ``local`` elements, of which FSDP cuts the same fraction as of the
-        model."""
+        model; ``experts``: those of them that are divided among replicas."""
         fraction = spans.shard_fraction(split.dp) if split.sharded else 1.0
-        return Elements(local, fraction * local, 2 * local / (1 if split.pp > 1 else self.job.config.num_layers + 1))
+        units = 1 if split.pp > 1 else self.job.config.num_layers + 1
+        return Elements(local, fraction * local, 2 * (local - experts) / units, experts)
 
     # ---- layers ----
 
@@ -299,12 +312,13 @@ class _Search:
     def _holds_blocks(self, split: Split, spans: Spans) -> bool:
         """Returns whether all ranks together may have room for the model's blocks, counting each block as the lightest
         and each rank's micro-batches in flight as the fewest of any of its stages."""
-        blocks, room = spans.pieces.blocks, self.costs.limit - spans.transient(3)[1]
+        blocks, room = spans.pieces.blocks, self.costs.limit - spans.least_transient
         if math.isinf(room):
             return True
         lightest = min(blocks, key=lambda block: block.parameters)
         size, shard = lightest.parameters, lightest.share(split.dp if split.sharded else 1)
-        state = float(self.costs.state(self.job, split, Elements(size, shard, 2 * size * (split.pp > 1))))
+        gathered = 2 * size * (split.pp > 1)
+        state = float(self.costs.state(self.job, split, Elements(size, shard, gathered, lightest.experts)))
         saved, capacity = min(block.saved for block in blocks), 0.0
         for flight in in_flight(split.schedule, split.pp, micro_batches(self.job, split), split.chunks):
             counts = flight.counts[..., 0].max(0)
@@ -317,13 +331,13 @@ class _Search:
         most = np.zeros((count, 2))  # micro-batches in flight
         for flight in in_flight(split.schedule, split.pp, micro_batches(self.job, split), split.chunks):
             np.maximum.at(most, flight.stages, flight.counts.max(0))
-        transient, costs = spans.transient(count), []
+        costs = list[Any]()
         for stage in range(count):
             span = spans.span_costs(stage, count)
-            elements = self._elements(split, span.parameters * split.chunks * chains, spans)
-            state = self.costs.state(self.job, split, elements)
+            local, experts = (n * split.chunks * chains for n in (span.parameters, span.experts))
+            state = self.costs.state(self.job, split, self._elements(split, local, spans, experts=experts))
             saved, held = most[stage]
-            size = state + transient[stage] + split.chunks * chains * (span.saved * saved + span.held * held)
+            size = state + span.transient + split.chunks * chains * (span.saved * saved + span.held * held)
             costs.append(np.where(size <= self.costs.limit, span.both, np.inf))
         return partition(costs)
 
@@ -331,4 +345,5 @@ class _Search:
 def _rank(step: StepEstimate) -> tuple[Any, ...]:
     """Orders steps by their seconds, and equally fast ones by their simplicity."""
     split = step.split
-    return step.seconds, split.pp, split.tp, split.chunks, split.full, split.sharded, split.schedule, split.micro_batch
+    choices = split.full, split.sharded, split.over_replicas, split.schedule, split.micro_batch
+    return step.seconds, split.pp, split.tp, split.chunks, *choices

@@ -17,7 +17,7 @@ from ...pipeline.schedules import SCHEDULES
 from .split import ATTENTION, GEMM, PARTS, CostFunction, Elements, Job, PieceCost, Pieces, Split
 
 Array = np.ndarray[Any, Any]
-_SIZES = "saved", "held", "parameters"
+_SIZES = "saved", "held", "parameters", "experts"
 _PASSES = len(KINDS) * len(PARTS)
 
 
@@ -46,12 +46,15 @@ def partition(costs: Sequence[Array]) -> tuple[int, ...] | None:
 
 
 class SpanCosts(NamedTuple):
-    """Costs of a stage for each span of blocks, at [i, j] those i to j (excluded); fields as of Stages."""
+    """Costs of a stage for each span of blocks, at [i, j] those i to j (excluded); fields as of Stages, and
+    ``transient``: the most bytes that a pass has alive besides what it keeps."""
 
     both: Array
     saved: Array
     held: Array
     parameters: Array
+    experts: Array
+    transient: Array
 
 
 class Spans:
@@ -64,7 +67,7 @@ class Spans:
         self._sums = np.cumsum([np.zeros_like(blocks[0]), *blocks], axis=0)
         self._embedding, self._head = _row(pieces.embedding, split), _row(pieces.head, split)
         self._border = _row(pieces.border, split) if pieces.border else np.zeros_like(self._head)
-        self._transient = max(p.transient for p in (*pieces.blocks, *([pieces.border] if pieces.border else [])))
+        self.least_transient = min(block.transient for block in pieces.blocks)
         self._spans: dict[tuple[bool, bool], SpanCosts] = {}  # by whether the stage has the embedding, and the head
         self._shares: dict[int, tuple[Array, tuple[float, float, float]]] = {}  # by dp: elements of the pieces
         self._totals: dict[int, Stages] = {}
@@ -79,11 +82,12 @@ class Spans:
         gathered whole, parameters and gradients; without a pipeline, its two largest units, which are the blocks and
         all that is outside blocks."""
         local, shard = (self._stage_elements(layers, dp) for dp in (1, split.dp if split.sharded else 1))
+        experts = self.cut(layers).experts
         if split.pp > 1:
             return Elements(local, shard, 2 * local)
-        blocks = [block.parameters for block in self.pieces.blocks]
-        gathered = sum(sorted([*blocks, float(local.sum()) - sum(blocks)])[-2:])
-        return Elements(local, shard, np.full(len(layers), gathered))
+        blocks = [block.parameters - block.experts for block in self.pieces.blocks]
+        gathered = sum(sorted([*blocks, float((local - experts).sum()) - sum(blocks)])[-2:])
+        return Elements(local, shard, np.full(len(layers), gathered), experts)
 
     def shard_fraction(self, dp: int) -> float:
         """Returns the fraction of the model's elements that FSDP leaves a rank: 1 / dp where all rows divide evenly."""
@@ -100,11 +104,22 @@ class Spans:
         sums, ends = self._shares[dp]
         return _spans(sums, ends, layers)
 
-    def transient(self, count: int) -> Array:
-        """Returns, for each of ``count`` stages, the most bytes that a pass has alive besides what it keeps."""
-        most = np.full(count, float(self._transient))
-        most[0] = max(most[0], self.pieces.embedding.transient)
-        most[-1] = max(most[-1], self.pieces.head.transient)
+    def transient(self, layers: tuple[int, ...]) -> Array:
+        """Returns, for each of the stages of so many blocks, the most bytes that a pass has alive besides what it
+        keeps."""
+        ends = np.cumsum([0, *layers]).tolist()
+        stages = (self.pieces.stage(range(begin, end)) for begin, end in zip(ends, ends[1:]))
+        return np.array([max(piece.transient for piece in stage) for stage in stages], dtype=float)
+
+    def _span_transients(self, ends: tuple[bool, bool]) -> Array:
+        """Returns the most bytes that a pass of a stage has alive, for each span of blocks, with embedding and head as
+        ``ends`` say."""
+        embedding, head = self.pieces.embedding if ends[0] else self.pieces.border, self.pieces.head
+        least = max((piece.transient for piece in (embedding, head if ends[1] else None) if piece), default=0.0)
+        most = np.full((self.layers + 1, self.layers + 1), least)
+        blocks = np.array([block.transient for block in self.pieces.blocks], dtype=float)
+        for i in range(self.layers):
+            most[i, i + 1 :] = np.maximum(least, np.maximum.accumulate(blocks[i:]))
         return most
 
     def total(self, count: int) -> "Stages":
@@ -133,7 +148,8 @@ class Spans:
         if ends not in self._spans:
             extra = (self._embedding if ends[0] else self._border) + (self._head if ends[1] else 0)
             stages = Stages(self._sums[None, :] - self._sums[:, None] + extra)
-            self._spans[ends] = SpanCosts(*(np.ascontiguousarray(getattr(stages, x)) for x in SpanCosts._fields))
+            sums = (np.ascontiguousarray(getattr(stages, x)) for x in SpanCosts._fields[:-1])
+            self._spans[ends] = SpanCosts._make([*sums, self._span_transients(ends)])
         return self._spans[ends]
 
 
@@ -151,14 +167,14 @@ def _spans(sums: Array, ends: tuple[Any, Any, Any], layers: tuple[int, ...]) -> 
 class Stages:
     """Costs of stages, from rows of an array's last axis.
 
-    ``parts`` [..., kind, part], ``passes`` [..., kind]: seconds of a micro-batch; ``saved``, ``held``, ``parameters``:
-    as of PieceCost.
+    ``parts`` [..., kind, part], ``passes`` [..., kind]: seconds of a micro-batch; ``saved``, ``held``, ``parameters``,
+    ``experts``: as of PieceCost.
     """
 
     def __init__(self, rows: Array):
         self.parts = rows[..., :_PASSES].reshape(*rows.shape[:-1], len(KINDS), len(PARTS))
         self.passes = self.parts.sum(-1)
-        self.saved, self.held, self.parameters = (rows[..., _PASSES + i] for i in range(len(_SIZES)))
+        self.saved, self.held, self.parameters, self.experts = (rows[..., _PASSES + i] for i in range(len(_SIZES)))
 
     def seconds(self, kind: str) -> Array:
         """Returns the seconds of a pass."""
@@ -190,7 +206,8 @@ class SpanCache:
         # Without a pipeline, and under some schedules, both ends are on one rank, which holds a tied embedding once.
         schedule = SCHEDULES[split.schedule]
         tied = split.pp == 1 or schedule.v or schedule.chains > 1
-        key = split.tp, split.micro_batch, split.saving, split.full, schedule.split, tied, split.pp == 1
+        replicas = split.dp if split.over_replicas else 1
+        key = split.tp, replicas, split.micro_batch, split.saving, split.full, schedule.split, tied, split.pp == 1
         if key not in self._spans:
             try:
                 self._spans[key] = Spans(pieces(job, split), split=schedule.split)

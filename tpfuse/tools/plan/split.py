@@ -24,8 +24,8 @@ class Job(NamedTuple):
 class Split(NamedTuple):
     """A split of a job over dp x tp x pp ranks, numbered as in a mesh ("pp", "dp", "tp"): tp varies fastest.
 
-    ``chunks``: stages that a rank holds of each chain.  ``saving``, ``full``: as of a ledger's Plan.  ``sharded``:
-    FSDP2 over dp; else replicas.  ``layers``: the number of blocks of each stage; None: not chosen yet.
+    ``chunks``: stages that a rank holds of each chain.  ``saving``, ``full``, ``over_replicas``: as of a ledger's Plan.
+    ``sharded``: FSDP2 over dp; else replicas.  ``layers``: the number of blocks of each stage; None: not chosen yet.
     """
 
     dp: int = 1
@@ -37,6 +37,7 @@ class Split(NamedTuple):
     saving: str = "fastest"
     full: bool = False
     sharded: bool = False
+    over_replicas: bool = False
     layers: tuple[int, ...] | None = None
 
     @property
@@ -59,9 +60,10 @@ class PieceCost(NamedTuple):
 
     ``passes``: action kind (F, B, I, W of tpfuse.pipeline.action) -> one of PARTS -> seconds of a micro-batch.
     ``saved``, ``held``: bytes kept from F to B or I, and from I to W.  ``transient``: the most bytes alive besides
-    those during a pass.  ``parameters``: elements on this rank, before FSDP.  ``sizes``: (rows, elements of a row) ->
-    number of parameters of that size, which FSDP cuts by rows; empty where unknown.  Negative counts are of parameters
-    that another piece has in place of this one.
+    those during a pass.  ``parameters``: elements on this rank, before FSDP; ``experts``: those of them that are of
+    experts divided among replicas, which neither sum nor cut them.  ``sizes``: (rows, elements of a row) -> number of
+    the others of that size, which FSDP cuts by rows; empty where unknown.  Negative counts are of parameters that
+    another piece has in place of this one.
     """
 
     passes: Mapping[str, Mapping[str, float]]
@@ -70,6 +72,7 @@ class PieceCost(NamedTuple):
     transient: float
     parameters: float
     sizes: Mapping[tuple[int, int], int] = MappingProxyType({})
+    experts: float = 0.0
 
     def seconds(self, kind: str) -> float:
         """Returns the seconds of a pass."""
@@ -79,8 +82,8 @@ class PieceCost(NamedTuple):
         """Returns the elements in the first rank's shard under FSDP over ``dp`` ranks: of each parameter's rows 1 / dp,
         rounded up; an even cut where sizes are unknown."""
         if not self.sizes:
-            return self.parameters / dp
-        return sum(count * -(-rows // dp) * columns for (rows, columns), count in self.sizes.items())
+            return (self.parameters - self.experts) / dp + self.experts
+        return self.experts + sum(count * -(-rows // dp) * columns for (rows, columns), count in self.sizes.items())
 
 
 class Pieces(NamedTuple):
@@ -104,12 +107,13 @@ class Pieces(NamedTuple):
 
 
 class Elements(NamedTuple):
-    """Parameter elements of a rank or of stages, numbers or arrays: before FSDP, in the FSDP shard, and the most that
-    FSDP has gathered at once."""
+    """Parameter elements of a rank or of stages, numbers or arrays: before FSDP, in the FSDP shard, the most that FSDP
+    has gathered at once, and those of experts that are divided among replicas."""
 
     local: Any
     shard: Any
     gathered: Any
+    experts: Any = 0.0
 
 
 class CostFunction(Protocol):

@@ -8,12 +8,13 @@ The rest follows how tpfuse runs it:
           last backward pass, where the device sends while computing.  Sharded without stages, FSDP gathers twice and
           scatters once a micro-batch, under its passes; with stages it gathers and scatters once a step, and
           parameters and gradients are whole in between
-    tp    hidden by nothing
+          Experts that are divided among replicas have no part in any of it
+    tp    hidden by nothing; the exchanges of experts' rows count here, also where they are over dp x tp
     steps follow one another: the optimizer, and a rank's waiting for others, count
 """
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,7 +48,8 @@ class StepEstimate(NamedTuple):
     """Estimate of a split's step.
 
     ``parts``: seconds by STEP_PARTS of ``rank``, the pipeline rank that ends last.  ``parameters``: elements on that
-    rank.  ``memory``: of each pipeline rank.  ``hop``: seconds of a message to the next stage.
+    rank; ``experts``: those of experts that are divided among replicas.  ``memory``: of each pipeline rank.  ``hop``:
+    seconds of a message to the next stage.
     """
 
     split: Split
@@ -56,8 +58,14 @@ class StepEstimate(NamedTuple):
     parts: dict[str, float]
     rank: int
     parameters: float
+    experts: float
     memory: tuple[Memory, ...]
     hop: float
+
+    @property
+    def updated(self) -> float:
+        """Elements that the optimizer of that rank steps on."""
+        return float(updated(self.split, self.parameters, self.experts))
 
     @property
     def peak(self) -> float:
@@ -74,6 +82,12 @@ def micro_batches(job: Job, split: Split) -> int:
     return job.batch // (split.dp * split.micro_batch)
 
 
+def updated(split: Split, parameters: Any, experts: Any) -> Any:
+    """Returns how many of ranks' elements their optimizers step on, numbers or arrays: FSDP cuts them evenly, but not
+    ``experts``."""
+    return experts + (parameters - experts) / (split.dp if split.sharded else 1)
+
+
 class Load:
     """The work of each pipeline rank in a step of a split with chosen layers, before the clock runs."""
 
@@ -87,14 +101,14 @@ class Load:
         self.parts = self._by_rank((stages.parts[:, _F] + stages.parts[:, _B]) * self.count / len(self.chains))
         self.busy = self.parts.sum(1)
         self.elements = spans.elements(split.layers, split)
-        self.parameters = self._by_rank(stages.parameters[:, None])[:, 0]
+        self.parameters, self.experts = self._by_rank(np.stack([stages.parameters, stages.experts], -1)).T
         size = job.dtype.itemsize
-        self.dp = np.array([self._exposed(n * size) for n in self.parameters])
-        self.update = np.array([costs.update(job, split, n) for n in self.parameters])
+        self.dp = np.array([self._exposed(n * size) for n in self.parameters - self.experts])
+        self.update = np.array([costs.update(job, n) for n in updated(split, self.parameters, self.experts)])
         # Chimera's two copies sum their gradients: each rank with the one that holds the same stages.
         copies = len(self.chains) > 1
         self.copies = np.array([costs.hop(split, n * size) if copies else 0.0 for n in self.parameters])
-        self.transient = spans.transient(len(stages.saved))
+        self.transient = spans.transient(split.layers)
 
     def _exposed(self, gradients: float) -> float:
         """Returns the seconds of sums over dp that nothing hides, of a rank with so many bytes of gradients."""
@@ -119,7 +133,8 @@ class Load:
     def memory(self) -> tuple[Memory, ...]:
         """Peak memory of each pipeline rank."""
         split, sizes = self.split, np.stack([self.stages.saved, self.stages.held], -1)
-        elements, memory = self._by_rank(np.stack(self.elements, -1)), []
+        elements = self._by_rank(np.stack(np.broadcast_arrays(*self.elements), -1))
+        memory = list[Memory]()
         for rank, flight in enumerate(in_flight(split.schedule, split.pp, self.count, split.chunks)):
             state = float(self.costs.state(self.job, split, Elements(*elements[rank])))
             memory.append(Memory(state, flight.peak(sizes) + float(self.transient[flight.stages].max())))
@@ -168,14 +183,14 @@ class Load:
         tail = {DP: float(self.dp[rank]), OPTIMIZER: float(self.update[rank])}
         waits = seconds - sum(parts.values()) - sum(tail.values())
         parts |= {PP: waits if split.pp > 1 else 0.0} | tail
-        elements = float(self.parameters[rank])
         return StepEstimate(
             split,
             self.count,
             seconds,
             parts,
             rank=rank,
-            parameters=elements,
+            parameters=float(self.parameters[rank]),
+            experts=float(self.experts[rank]),
             memory=self.memory,
             hop=self.hop,
         )

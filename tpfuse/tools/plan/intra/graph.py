@@ -107,9 +107,11 @@ def stack(job: Job, blocks: int = 1) -> Graph:
     ``job.batch``: sequences that the whole mesh runs at once.  Biases of linear layers are left out.  ValueError for
     numbers that are not positive.
     """
-    c, s = job.config, Shape.of(job.config)
-    if s.experts is not None:
-        raise ValueError(f"layouts: experts have one layout, by expert, got num_experts={s.experts.num_experts}")
+    c, (s, *_) = job.config, Shape.kinds(job.config)
+    for shape in Shape.kinds(c):
+        if shape.experts is not None:
+            count = shape.experts.num_experts
+            raise ValueError(f"layouts: experts have one layout, by expert, got num_experts={count}")
     check(blocks >= 1, f"plan: blocks must be a positive integer, got {blocks}")
     check(job.batch >= 1 and job.seq >= 1, f"plan: batch and seq must be positive, got {job.batch} and {job.seq}")
     rows, element = job.batch * job.seq, job.dtype.itemsize

@@ -1,0 +1,86 @@
+"""The tables and the picture of docs/context.md, from bench/results/context.json.
+
+python -m bench.context.page
+"""
+
+import pathlib
+
+from bench import documents
+from bench.context import ATTENTION, KINDS, MODELS, RANKS
+from bench.ddp.page import link, spread
+from bench.measured import NOT_YET, whole_result
+
+PAGE = documents.DOCS / "context.md"
+PICTURE = documents.DOCS / "context.png"
+COMMAND = "bench.context.page"
+
+
+def memory(result: dict) -> str:
+    """A row a length: MiB of a rank by the number of ranks."""
+    if not result.get("memory"):
+        return f"Memory: {NOT_YET}."
+    heads = "positions", *(f"cp {ranks}, MiB" for ranks in RANKS)
+    return documents.table(
+        heads, [(f"{row['seq']:,}", *(f"{row[str(ranks)]:.0f}" for ranks in RANKS)) for row in result["memory"]]
+    )
+
+
+def speed(result: dict) -> str:
+    """A row a part and kind, a column a link: ms, and the ratio to the first kind."""
+    if not result.get("rows"):
+        return f"Speed: {NOT_YET}."
+    heads = "", "kind", *(f"{link(row)}: ms, over the first" for row in result["rows"])
+    groups = [(f"attention, {name}", name, KINDS) for name in ATTENTION] + [("a step", "a step", MODELS)]
+    lines = []
+    for title, group, kinds in groups:
+        for kind in kinds:
+            cells = (
+                f"{1e3 * row[group]['seconds'][kind][1]:.0f}, {spread(row[group]['over'][kind])}"
+                for row in result["rows"]
+            )
+            lines.append((title, kind, *cells))
+    return documents.table(heads, lines)
+
+
+def picture(result: dict) -> str:
+    """Shows the picture, which there is when there is a result."""
+    line = f"![Memory of a rank over the length of a sequence, and time of attention by kind]({PICTURE.name})"
+    return line if result.get("rows") else f"A picture: {NOT_YET}."
+
+
+def draw(result: dict, path: pathlib.Path) -> None:
+    """Memory over the length, a line a number of ranks; time of attention, a group of bars a link."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
+    for ranks in RANKS:
+        lengths, held = zip(*((row["seq"], row[str(ranks)]) for row in result["memory"]), strict=True)
+        left.plot(lengths, held, "-o", markersize=3, label=f"cp {ranks}")
+    left.set(xlabel="positions", ylabel="MiB a rank", title="memory of a training step", ylim=(0, None))
+    left.legend(fontsize=7)
+    places = [(row, group) for group in ATTENTION for row in result["rows"]]
+    for i, kind in enumerate(KINDS):
+        quartiles = [row[group]["seconds"][kind] for row, group in places]
+        places_of_kind = [x + 0.27 * (i - 1) for x in range(len(places))]
+        right.bar(places_of_kind, [1e3 * q[1] for q in quartiles], 0.25, label=kind)
+        errors = [[1e3 * (q[1] - q[0]) for q in quartiles], [1e3 * (q[2] - q[1]) for q in quartiles]]
+        right.errorbar(places_of_kind, [1e3 * q[1] for q in quartiles], errors, fmt="none", ecolor="k", linewidth=0.8)
+    right.set_xticks(range(len(places)), [f"{link(row)}\n{group}" for row, group in places], fontsize=6)
+    right.set(ylabel="ms", title="attention of two ranks, forward and backward", ylim=(0, None))
+    right.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def parts(result: dict) -> dict[str, str]:
+    return dict(memory=memory(result), picture=picture(result), speed=speed(result))
+
+
+if __name__ == "__main__":
+    result = whole_result("context")
+    documents.write(PAGE, COMMAND, parts(result))
+    if result:
+        draw(result, PICTURE)

@@ -1,0 +1,155 @@
+"""The processes: every kind in turn, round after round; and one step of each size for its memory."""
+
+import argparse
+import os
+import resource
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from bench._link import End, unshaped
+from bench.context import ATTENTION, HEADS, KINDS, MODELS, RANKS
+from bench.context.ring import RingAttention
+from bench.overlap import KEEP, seconds
+from bench.port import free_port
+from tpfuse import TensorParallel
+from tpfuse.kernels.attn.options import Options
+from tpfuse.models import GPT, GPTConfig
+from tpfuse.sequence_parallel.context import attend_pieces
+from tpfuse.tools.ledger.text import Progress
+
+E = 64  # columns of a head
+Step = Callable[[], None]
+
+
+def config(seq: int) -> GPTConfig:
+    keys = dict(hidden_size=HEADS * E, num_attention_heads=HEADS, num_key_value_heads=HEADS // 2, num_hidden_layers=4)
+    keys |= dict(model_type="llama", intermediate_size=1024, vocab_size=1000, max_position_embeddings=seq)
+    return GPTConfig.from_hf(keys)
+
+
+# ---- time ----
+
+
+def measure(args: argparse.Namespace, gbit: float, ends: list[End]) -> dict[str, Any]:
+    """Returns the row of one rate."""
+    results = mp.get_context("spawn").SimpleQueue()
+    os.environ.update(OMP_NUM_THREADS="1", **KEEP)
+    mp.spawn(_timed, (args, gbit, ends, free_port(), results), nprocs=len(ends))
+    row: dict[str, Any] = results.get()
+    return row
+
+
+def _timed(rank: int, args: argparse.Namespace, gbit: float, ends: list[End], port: int, results: Any) -> None:
+    ends[rank].join()
+    torch.set_num_threads(1)
+    address = f"tcp://{ends[rank].master}:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=len(ends))
+    progress, row = Progress(long=True), dict[str, Any](gbit=gbit)
+    groups = {name: _attention(args.seq, count) for name, count in ATTENTION.items()} | {"a step": _models(args.seq)}
+    for group, steps in groups.items():
+        times: dict[str, list[float]] = {name: [] for name in steps}
+        for i in range(args.rounds + 1):
+            if rank == 0:
+                progress.update(f"{gbit:g} Gbit/s, {group}: round {i + 1} of {args.rounds + 1}")
+            for name, step in steps.items():
+                took = seconds(step)
+                if i:
+                    times[name].append(took)
+        row[group] = _figures(times)
+    progress.clear()
+    if rank == 0:
+        results.put(row)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _figures(times: dict[str, list[float]]) -> dict[str, dict[str, list[float]]]:
+    """Returns quartiles of the seconds, and of each kind over the first in the same round."""
+    reference = next(iter(times.values()))
+    over = {name: [a / b for a, b in zip(took, reference, strict=True)] for name, took in times.items()}
+    return dict(seconds=_quartiles(times), over=_quartiles(over))
+
+
+def _quartiles(times: dict[str, list[float]]) -> dict[str, list[float]]:
+    return {name: statistics.quantiles(took, n=4, method="inclusive") for name, took in times.items()}
+
+
+def _attention(seq: int, groups: int) -> dict[str, Step]:
+    torch.manual_seed(0)
+    Q, n = HEADS // groups, seq // dist.get_world_size()
+    qkv = torch.randn(n, groups, Q + 2, E, requires_grad=True)
+    do = torch.randn(n, HEADS * E)
+    options = Options(seq=seq, causal=True, scale=E**-0.5)
+
+    def pieces(cp_kind: str) -> Step:
+        tp = TensorParallel(cp=dist.group.WORLD, cp_kind=cp_kind)
+        return lambda: attend_pieces(qkv, options, tp).backward(do)
+
+    q, k, v = (_heads(t).requires_grad_() for t in qkv.detach().split([Q, 1, 1], 2))
+    ring = lambda: RingAttention.apply(q, k, v).backward(_heads(do.view(n, groups, Q, E)))
+    return dict(zip(KINDS, (pieces("heads"), pieces("keys"), ring), strict=True))
+
+
+def _heads(t: Tensor) -> Tensor:
+    """[n, G, Q, E] -> [1, G Q, n, E]"""
+    return t.flatten(1, 2).transpose(0, 1)[None].contiguous()
+
+
+def _models(seq: int) -> dict[str, Step]:
+    world, ids = dist.group.WORLD, torch.randint(1000, (1, seq), generator=torch.Generator().manual_seed(0))
+    splits = [TensorParallel(cp=world, cp_kind=cp_kind) for cp_kind in KINDS[:2]]
+    splits.append(TensorParallel(world, sequence_parallel=True))
+
+    def step(tp: TensorParallel) -> Step:
+        model = GPT(config(seq), tp=tp).train()
+        return lambda: model(ids, labels=ids).loss.backward()
+
+    return dict(zip(MODELS, map(step, splits), strict=True))
+
+
+# ---- memory ----
+
+
+def memory(lengths: list[int]) -> list[dict[str, Any]]:
+    """Returns a row a length: MiB by the number of ranks, that of the one with the most."""
+    progress, rows = Progress(long=True), []
+    for seq in lengths:
+        row: dict[str, Any] = dict(seq=seq)
+        for ranks in RANKS:
+            progress.update(f"memory of {seq} positions over {ranks} ranks")
+            results = mp.get_context("spawn").SimpleQueue()
+            os.environ.update(OMP_NUM_THREADS="1")
+            mp.spawn(_held, (seq, unshaped(ranks), free_port(), results), nprocs=ranks)
+            row[str(ranks)] = results.get()
+        rows.append(row)
+    progress.clear()
+    return rows
+
+
+def _held(rank: int, seq: int, ends: list[End], port: int, results: Any) -> None:
+    torch.set_num_threads(1)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=len(ends))
+    tp = TensorParallel(cp=dist.group.WORLD, cp_kind="heads")
+    _step(tp, 64)  # what is allocated once
+    peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    start = peak()
+    _step(tp, seq)
+    grown = torch.tensor(peak() - start)
+    dist.all_reduce(grown, op=dist.ReduceOp.MAX)
+    if rank == 0:
+        results.put(float(grown))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _step(tp: TensorParallel, seq: int) -> None:
+    model = GPT(config(seq), tp=tp).train()
+    ids = torch.randint(1000, (1, seq), generator=torch.Generator().manual_seed(0))
+    model(ids, labels=ids).loss.backward()
