@@ -187,7 +187,7 @@ def test_masks_are_counted_in_positions_of_the_whole_sequence():
 
 SAMPLES = [
     (op, args)
-    for chunk_of, dtype in ((lambda kv: QueryChunk(kv, 1, 2), FP32), (lambda kv: QueryChunk(kv, 3, 0), BF16))
+    for chunk_of, dtype in ((lambda kv: QueryChunk(kv, 1, 2), FP32), (lambda kv: QueryChunk(kv, 3, 1), BF16))
     for options in (Options(batch=2, seq=4, scale=0.4, **features("causal, dropout", 2, 4, 4)),)
     for q, kv in ((torch.randn(5, 2, 2, E).to(dtype), torch.randn(9, 2, 2, E).to(dtype)),)
     for chunk in (chunk_of(kv),)
