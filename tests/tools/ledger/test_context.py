@@ -113,7 +113,7 @@ def test_a_block_of_an_odd_length(ranks, case):
 
 @pytest.mark.parametrize("case", ["heads", "copies", "few keys"])
 def test_a_piece_saves_what_as_many_positions_save(ranks, case):
-    """To the byte, but for copies of vectors, as over tensor-parallel ranks; of "heads" o and copies of kv heads beside."""
+    """To the byte, but for copies of vectors, as over tensor-parallel ranks; of "heads" o and kv heads' copies too."""
     config, sizes = CASES[case]
     (one, two), done = compare(ranks, config, plan(seq=64, **sizes))
     alone = done._replace(tp=2, cp=1)  # whose vectors are copied too, for the sum of their gradients

@@ -288,8 +288,6 @@ def _run_dryrun(args: Namespace) -> None:
     config = load_config(args.model)
     if args.sweep and (args.pp > 1 or args.cp > 1):
         raise ValueError("dryrun: --sweep is of tp and dp alone; leave out --pp and --cp")
-    if args.cp > 1 and args.pp > 1:
-        raise ValueError("dryrun: --cp is not counted for pipeline stages; leave out --cp or --pp")
     if args.sweep and (args.imbalance > 1 or args.over_replicas):
         raise ValueError("dryrun: --sweep is of even experts over tp; leave out --imbalance and --over-replicas")
     if args.plot and args.pp > 1:
@@ -314,7 +312,7 @@ def _run_sweep(args: Namespace, config: ModelConfig) -> None:
 
 def _run_stages(args: Namespace, config: ModelConfig) -> None:
     with pretending(args.arch):
-        ranks = stages.run(config, _step_plan(args), _pipe(args))
+        ranks = stages.run(config, _step_plan(args)._replace(cp=args.cp), _pipe(args))
     print_result(args, stages.report(ranks), dict(config=asdict(config), ranks=stages.as_json(ranks)))
 
 

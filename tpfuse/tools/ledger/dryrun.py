@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...collectives import reduced_bytes
+from ...kernels.runtime.errors import check
 from ...layers.expert_sizes import ExpertSizes
 from ...layers.shapes import MoEShape
 from ...layers.shards import named_specs
@@ -164,6 +165,10 @@ def run(config: ModelConfig, plan: Plan) -> DryRun:
 def planned_model(config: ModelConfig, plan: Plan, mesh: DeviceMesh) -> Model:
     """Returns the model of a plan, on the meta device."""
     check_imbalance("dry run", config, plan.imbalance, plan.tp, replicas=plan.expert_replicas)
+    check(
+        plan.cp == 1 or not plan.over_replicas,
+        f"dry run: experts over replicas are not built for cp=, got cp={plan.cp}; leave one of them off",
+    )
     tp = TensorParallel(
         mesh["tp"], sequence_parallel=plan.sequence_parallel, cp=mesh["cp"] if plan.cp > 1 else None,
         cp_kind=plan.cp_kind,
@@ -321,7 +326,7 @@ def against_formulas(r: DryRun) -> list[tuple[str, float, float, str]]:
         if s.experts is not None:
             sizes = _expert_sizes(s.experts, plan.piece * plan.micro_batch / plan.tp, plan)
             flops += 3 * s.L * (sizes.flops() - sizes._replace(imbalance=1).flops())
-    rows = [
+    rows: list[tuple[str, float, float, str]] = [
         ("parameters", r.held.parameters, parameter_count(c, plan.tp, replicas=plan.expert_replicas), ""),
         ("saved activations (formula: of the layers)", work.saved, saved_formula(c, plan), "B"),
         ("flops (formula: of the model, all keys)", work.flops, flops, "flop"),

@@ -156,7 +156,10 @@ def run(config: ModelConfig, plan: Plan, pipe: Pipe) -> list[RankRun]:
     ValueError, as at run time, for numbers that a schedule cannot do, sizes that cannot be split and experts over
     replicas, and for an imbalance that the ranks cannot have.
     """
-    check(plan.cp == 1, f"dry run: context parallelism is not counted for pipeline stages, got cp={plan.cp}")
+    check(
+        plan.cp == 1,
+        f"dry run: context parallelism is not counted for pipeline stages, got cp={plan.cp} and pp={pipe.ranks}",
+    )
     check(not plan.over_replicas, "dry run: experts over replicas are not built for pipeline stages")
     check_imbalance("dry run", config, plan.imbalance, plan.tp)
     ranks = list(range(pipe.ranks))
