@@ -74,7 +74,7 @@ class PieceBlock(NamedTuple):
         """Takes ``rows`` of a piece on each of ``ranks``, context-parallel ones."""
         groups = max(1, config.kv_heads // tp)
         split = HeadSplit(groups, config.num_heads // tp // groups, ranks)
-        return cls(config, tp, PieceExchange(split, config.head_size, rows, kind, element), layer)
+        return cls(config, tp, PieceExchange(split, config.head_size, rows, kind, element=element), layer)
 
     @property
     def gradients(self) -> list[tuple[int, int]]:
