@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .... import kernels
-from ....kernels.attn.op import attention_decode
+from ....kernels.attn.op import attention_decode, attention_of_queries
 from ....kernels.attn.options import DecodeOptions
 from ....kernels.experts.grouped import experts_wgrad_add
 from ....kernels.experts.records import Sides
@@ -151,9 +151,13 @@ def _attentions(random: Callable[..., Tensor], drop: dict[str, Any]) -> list[Sel
     options = DecodeOptions(None, lengths=None, window=None, scale=0.25, softcap=None)
     decoded = dict(q=random(2, 2, 3, 16), k=random(2, 9, 2, 16), v=random(2, 9, 2, 16))
     decode = functools.partial(_decode, options=options)
+    chunk = dict(q=random(5, 2, 2, 16), kv=random(M, 2, 2, 16))
     return [
         SelfTest("attention", kernels.attention, qkv, dict(batch=1, causal=True)),
         SelfTest("attention, dropout", kernels.attention, qkv, drop | dict(batch=3, causal=False) | rotation(16)),
+        SelfTest(
+            "attention, some queries", attention_of_queries, chunk, dict(first_query=M // 2, batch=1, causal=True)
+        ),
         SelfTest("attention, one new token", decode, decoded, backward=False),
     ]
 
