@@ -148,3 +148,35 @@ def test_what_a_pipelines_stages_send(ranks):
     assert zbv[1] == [("stage 1", size, 1, last), ("stage 2", size, 1, "h to rank 0")]
     names = [layer for layer, *_ in ranks(2, _stages, "chimera")[0]]
     assert names == ["stage 0 of chain 0", "stage 1 of chain 1"]
+
+
+def _pieces(world, kv_heads, cp_kind):
+    tp = TensorParallel(cp=world.group, cp_kind=cp_kind)
+    config = GPTConfig(
+        vocab_size=64, max_positions=64, hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=kv_heads
+    )
+    model = GPT(config, tp=tp).eval()
+    found = {path.op: path for path in tpfuse.explain(model, 16)}
+    with Ledger() as ledger:
+        model(torch.zeros(1, 32, dtype=torch.int64), labels=torch.zeros(1, 32, dtype=torch.int64)).loss.backward()
+    sums = ledger.sums("op", "kind")
+    counted = sum(row.wire for (op, kind), row in sums.items() if kind == COMMUNICATION and op == "all_to_all")
+    return found, counted
+
+
+@pytest.mark.parametrize(
+    "kv_heads, cp_kind, words",
+    [
+        (4, "auto", "heads: 1 query heads a kv head and 1 copies of it against 2 x 2 ranks, of which heads sends less"),
+        (1, "auto", "keys: 4 query heads a kv head and 2 copies of it against 2 x 2 ranks, of which keys sends less"),
+        (1, "heads", "heads: 4 query heads a kv head and 2 copies of it against 2 x 2 ranks, of which keys sends less"),
+    ],
+)
+def test_pieces_of_sequences(ranks, kv_heads, cp_kind, words):
+    for found, counted in ranks(2, _pieces, kv_heads, cp_kind):
+        path = found["attend_pieces"]
+        assert path.reason == words and (path.path, path.rows) == ("plain", 16)
+        assert {"gather_linear", "linear_exchange", "gather_mlp_exchange"} <= {*found}
+        gathered = 0 if words.startswith("heads") else 2 * 2 * kv_heads * 8 * 16 * 4  # of keys, forward and backward
+        assert path.bytes == counted + gathered
+        assert path.messages == (4 if words.startswith("heads") else 3)

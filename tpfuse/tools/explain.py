@@ -23,9 +23,11 @@ from ..parallel import TensorParallel
 from ..pipeline.placement import held_by
 from ..pipeline.schedules import placement
 from ..sequence_parallel.choice import OverlapSizes, form_of, hidden, sizes
+from ..sequence_parallel.context import HeadSplit
 from ..sequence_parallel.forms import plain
 from ..sequence_parallel.forms.leafwise import Leafwise
 from ..training.data_parallel import bucket_count, limits, replica_of
+from .ledger.context import PieceExchange
 
 _MOST_ROWS = 1 << 24
 
@@ -72,6 +74,22 @@ class _GemmMessages(NamedTuple):
     columns: int | None = None  # N, if ranks have different ones
 
 
+class _PieceMessages(NamedTuple):
+    """Attention over pieces of sequences; its projections come by themselves."""
+
+    name: str
+    layer: ParallelAttention
+
+    @property
+    def weight(self) -> Tensor:
+        return local(self.layer.out.weight)
+
+    @property
+    def split(self) -> HeadSplit:
+        """The heads of a tensor-parallel rank over the context-parallel ones."""
+        return HeadSplit(self.layer.groups, self.layer.heads_per_group - 2, self.layer.tp.cp_size)
+
+
 class _ExpertMessages(NamedTuple):
     """A mixture of experts."""
 
@@ -98,6 +116,8 @@ def explain(model: nn.Module, rows: int | None = None, *, dtype: torch.dtype | N
             *(
                 _experts(layer, rows, dtype or layer.weight.dtype)
                 if isinstance(layer, _ExpertMessages)
+                else _piece(layer, rows, dtype or layer.weight.dtype)
+                if isinstance(layer, _PieceMessages)
                 else _path(layer, rows, dtype or layer.weight.dtype)
                 for layer in _layers(model)
             ),
@@ -107,7 +127,7 @@ def explain(model: nn.Module, rows: int | None = None, *, dtype: torch.dtype | N
     )
 
 
-def _layers(model: nn.Module) -> "Iterator[_GemmMessages | _ExpertMessages]":
+def _layers(model: nn.Module) -> "Iterator[_GemmMessages | _ExpertMessages | _PieceMessages]":
     inside: set[nn.Module] = set()
     tables = {m.num_embeddings: m.weight for m in model.modules() if isinstance(m, VocabParallelEmbedding)}
     for name, module in model.named_modules():
@@ -118,6 +138,8 @@ def _layers(model: nn.Module) -> "Iterator[_GemmMessages | _ExpertMessages]":
             yield _GemmMessages(name, "gather_mlp_exchange", module.fc1.flat()[0], module.tp)
         elif isinstance(module, ParallelMoE):
             yield _ExpertMessages(name, module)
+        elif isinstance(module, ParallelAttention) and module.tp.cp is not None:
+            yield _PieceMessages(name, module)
         elif isinstance(module, ParallelAttention) and module.in_one and module.tp.sequence_parallel:
             inside |= {module.qkv, module.out}
             weight = module.qkv.flat()[0]
@@ -218,6 +240,23 @@ def _experts(experts: _ExpertMessages, rows: int | None, dtype: torch.dtype) -> 
         bytes = round(sizes.wire()) + collected * m * layer.width * dtype.itemsize
         messages = sizes.messages() + collected
     return Path(name, "routed_experts", "plain", weight, rows=rows, bytes=bytes, messages=messages, reason=reason)
+
+
+def _piece(attention: _PieceMessages, rows: int | None, dtype: torch.dtype) -> Path:
+    """Returns attention's exchanges over context-parallel ranks, of the ``rows`` of a piece."""
+    name, layer = attention
+    tp, split = layer.tp, attention.split
+    kind = "keys" if tp.cp_kind == "keys" else "heads"
+    if not split.divides:
+        reason = f"keys: heads cannot be divided by {split.ranks}"
+    else:
+        compared = (
+            f"{split.heads} query heads a kv head and {split.copies} copies of it against 2 x {split.ranks} ranks"
+        )
+        reason = f"{kind}: {compared}, of which {split.cheaper} sends less"
+    sent = PieceExchange(split, layer.head_width, rows or 0, kind, element=dtype.itemsize)
+    bytes, messages = (None, None) if rows is None else (sum(sent.wire), sum(sent.messages))
+    return Path(name, "attend_pieces", "plain", (), rows=rows, bytes=bytes, messages=messages, reason=reason)
 
 
 def _reason(
