@@ -16,6 +16,7 @@ F64 = torch.float64
 LAYOUTS = [
     (2, 1, True, "fastest", "ddp", 1),
     (2, 2, False, "fastest", "fsdp", 1),
+    (2, 1, True, "fastest", "pieces", 1),
 ]
 MORE = [
     (1, 1, False, "fastest", "ddp", 2),
@@ -28,6 +29,8 @@ MORE = [
     (4, 2, True, "smallest", "ddp", 3),
     (3, 3, False, "fastest", "ddp", 2),
     (2, 1, True, "fastest", "dtensor", 1),
+    (4, 1, True, "smallest", "pieces", 2),
+    (4, 2, False, "fastest", "pieces", 3),
 ]
 
 
