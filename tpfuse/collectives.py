@@ -218,7 +218,7 @@ def _collective(
         agreed = _known.setdefault(group, set())
         if key not in agreed:
             name = f"{forward.__name__.strip('_')}, backward {adjoint.__name__.strip('_')}"
-            agreement_of(group, name, each_call=False)(group, dict(x=x, dim=dim, size=size), {})
+            agreement_of(group, name, each_call=False, axis=tp.axis)(group, dict(x=x, dim=dim, size=size), {})
             agreed.add(key)
     return _LinearMap.apply(x, forward, adjoint, tp, dim)
 

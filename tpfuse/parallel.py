@@ -97,6 +97,7 @@ class TensorParallel:
         if cp_kind not in CP_KINDS:
             raise ValueError(f"TensorParallel: cp_kind must be one of {', '.join(CP_KINDS)}, got {cp_kind!r}")
         group, context = _process_group("group", group, "tp"), _process_group("cp", cp, "cp")
+        context = None if context is None or context.size() == 1 else context
         backend = "" if group is None else dist.get_backend_config(group)
         if overlap == "pairwise" and group is not None and "gloo" not in backend and "nccl" not in backend:
             raise ValueError(
@@ -159,13 +160,12 @@ class TensorParallel:
             fields = "sequence_parallel", "overlap", "cp_kind"
             shared = {key: getattr(self, key) for key in fields} | {"versions": versions()}
             agree(context, Header("TensorParallel", axis="context-parallel"), shared)
-            if self.size > 1 and context.size() > 1:
+            if self.size > 1:
                 name = _call_groups.get(context) or _call_group(pieces)
                 _call_groups[context] = name
-        if context.size() > 1:
-            cp = TensorParallel(context, sequence_parallel=self.sequence_parallel, overlap="off")
-            cp.__dict__["axis"] = "context-parallel"
-            self.__dict__.update(cp=cp, call_group_name=name)
+        cp = TensorParallel(context, sequence_parallel=self.sequence_parallel, overlap="off")
+        cp.__dict__["axis"] = "context-parallel"
+        self.__dict__.update(cp=cp, call_group_name=name)
 
     def of_kind(self, cp_kind: str) -> "TensorParallel":
         """Returns these ranks with another ``cp_kind``."""

@@ -23,7 +23,8 @@ from tpfuse.pipeline import schedule
 from tpfuse.pipeline.copies import copied
 
 PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
-AXES = {"tp": (1, 1, 2), "dp": (1, 2, 1), "pp": (2, 1, 1)}  # stages, replicas and tensor-parallel ranks
+# stages, replicas, context- and tensor-parallel ranks
+AXES = {"tp": (1, 1, 1, 2), "cp": (1, 1, 2, 1), "dp": (1, 2, 1, 1), "pp": (2, 1, 1, 1)}
 CONFIG = replace(STEP_CONFIG, num_layers=2)
 CALL = batch(CONFIG, size=2)
 
@@ -36,9 +37,13 @@ class Rank(NamedTuple):
     odd: bool
     folder: Path
 
+    def tp(self, **options):
+        """This rank's tensor- and context-parallel ranks."""
+        return TensorParallel(self.mesh["tp"], cp=self.mesh["cp"], **options)
+
     def model(self, make=GPT, config=CONFIG, **options):
         """This rank's model, of its replica or stage."""
-        options = dict(tp=TensorParallel(self.mesh["tp"])) | options
+        options = dict(tp=self.tp()) | options
         if self.mesh["dp"].size() > 1:
             options["dp"] = self.mesh["dp"]
         if self.mesh["pp"].size() > 1:
@@ -110,50 +115,62 @@ OWN = "each replica has samples of its own; what decides the call is compared in
 # The row's first words: {axis: (what the ranks do, words of the error), or why nothing is compared}
 ROWS = {
     "`TensorParallel(...)`": {
-        "tp": (lambda r: TensorParallel(r.mesh["tp"], sequence_parallel=r.odd), "TensorParallel: sequence_parallel"),
-        "dp": (lambda r: r.model(tp=TensorParallel(r.mesh["tp"], bitwise=2 if r.odd else None)), "bitwise"),
-        "pp": (lambda r: r.schedule(r.model(tp=TensorParallel(r.mesh["tp"], bitwise=2 if r.odd else None))), "bitwise"),
+        "tp": (lambda r: r.tp(sequence_parallel=r.odd), "TensorParallel: sequence_parallel"),
+        "cp": (lambda r: r.tp(cp_kind="keys" if r.odd else "heads"), "TensorParallel: cp_kind"),
+        "dp": (lambda r: r.model(tp=r.tp(bitwise=2 if r.odd else None)), "bitwise"),
+        "pp": (lambda r: r.schedule(r.model(tp=r.tp(bitwise=2 if r.odd else None))), "bitwise"),
     },
     "a model's constructor": {
         "tp": (lambda r: r.model(seed=int(r.odd)), "GPT: seed"),
+        "cp": (lambda r: r.model(seed=int(r.odd)), "GPT: seed"),
         "dp": (lambda r: r.model(seed=int(r.odd)), "GPT: seed"),
         "pp": (lambda r: r.schedule(r.model(seed=int(r.odd))), "seed"),
     },
     "`from_pretrained`": {
         "tp": (pretrained, "the weights in the files"),
+        "cp": (pretrained, "the weights in the files"),
         "dp": (pretrained, "the weights in the files"),
         "pp": (lambda r: r.schedule(pretrained(r)), "the weights in the files"),
     },
     "a model's call, `generate`": {
         "tp": (lambda r: r.step(r.model(), call=other(r)), "GPT: input_ids"),
+        "cp": (lambda r: r.step(r.model(), call=other(r)), "GPT: input_ids"),
         "dp": OWN,
         "pp": (lambda r: r.step(r.model(), call=other(r)), "input_ids"),
     },
     SCHEDULES: {
         "tp": (staged, "micro_batches"),
+        "cp": (staged, "micro_batches"),
         "dp": (staged, "micro_batches"),
         "pp": (staged, "micro_batches"),
     },
     "replicas under `data_parallel`": {
         "tp": "the row of a call's state",
+        "cp": "the row of a call's state",
         "dp": (lambda r: r.step(r.model(), lambda m: m.blocks[0].eval()), "parts in another mode"),
         "pp": "the row of a pipeline's step",
     },
     "a layer of your own model": {
         "tp": (
-            lambda r: TransformerBlock(8, 2, tp=TensorParallel(r.mesh["tp"]))(torch.ones(4, 8), batch=1 + r.odd),
+            lambda r: TransformerBlock(8, 2, tp=r.tp())(torch.ones(4, 8), batch=1 + r.odd),
             "TransformerBlock",
+        ),
+        "cp": (
+            lambda r: TransformerBlock(8, 2, tp=r.tp())(torch.ones(4, 8), batch=1 + r.odd),
+            "TransformerBlock: batch",
         ),
         "dp": ALONE,
         "pp": ALONE,
     },
     "`tpfuse.collectives`": {
-        "tp": (lambda r: reduce(torch.ones(3 + r.odd), TensorParallel(r.mesh["tp"])), "all_reduce"),
+        "tp": (lambda r: reduce(torch.ones(3 + r.odd), r.tp()), "all_reduce"),
+        "cp": (lambda r: reduce(torch.ones(3 + r.odd), r.tp().cp), "same on every context-parallel rank"),
         "dp": ALONE,
         "pp": ALONE,
     },
     "a sparse all-reduce": {
         "tp": (ok_topk, "density"),
+        "cp": (ok_topk, "density"),
         "dp": (ok_topk, "density"),
         "pp": "it is a hook of DistributedDataParallel, which takes no stages",
     },
@@ -184,7 +201,7 @@ def test_every_row_over_every_axis(ranks, tmp_path, axis):
             assert text.startswith("ValueError: ") and ROWS[row][axis][1] in text, (row, text)
 
 
-@pytest.mark.parametrize("axis", ["tp", "dp"])
+@pytest.mark.parametrize("axis", ["tp", "cp", "dp"])
 def test_schedules_that_differ_over_one_axis_of_two(ranks, tmp_path, axis):
     """The ranks of the other stage know of no difference among themselves, and do not wait for those that do."""
     for said in ranks(4, each, axis, (2, *AXES[axis][1:]), [SCHEDULES], tmp_path):

@@ -246,9 +246,10 @@ _functions: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Agreement]]"
 def agreement_of(group: dist.ProcessGroup, name: str, *, each_call: bool, axis: str = "tensor-parallel") -> Agreement:
     """Returns the Agreement of a function's calls over a group."""
     agreements = _functions.setdefault(group, {})
-    if name not in agreements:
-        agreements[name] = Agreement(Header(name, axis=axis), each_call=each_call, floats=False)
-    return agreements[name]
+    key = f"{name} over {axis} ranks"
+    if key not in agreements:
+        agreements[key] = Agreement(Header(name, axis=axis), each_call=each_call, floats=False)
+    return agreements[key]
 
 
 def next_number(group: dist.ProcessGroup | None) -> int:

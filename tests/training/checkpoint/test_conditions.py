@@ -40,7 +40,7 @@ def test_nothing_is_said_where_nothing_differs(tmp_path):
 
 
 DIFFERENCES = {"torch": "2.0.0", "tpfuse": "0.0.1", "threads": 999, "tensor-parallel size": 4, "overlap": "pairwise"}
-DIFFERENCES |= {"context-parallel size": 2}
+DIFFERENCES |= {"context-parallel size": 2, "context-parallel kind": "keys"}
 DIFFERENCES |= {"pipeline-parallel size": 2, "pipeline schedule": "zbv", "bitwise_micro_batches": 8}
 DIFFERENCES |= {"data-parallel size": 16, "sequence_parallel": True, "one_machine": True, "dtype": "bfloat16"}
 DIFFERENCES |= {"processor": "8086", "instructions": "8087", "libraries": "MKL 1", "MKL_CBWR": "COMPATIBLE"}

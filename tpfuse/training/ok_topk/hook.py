@@ -133,7 +133,7 @@ class OkTopk:
             check(not bucket.buffer.is_sparse, f"ok_topk_hook: gradients must be dense, got a sparse one of {shapes}")
         replicas = Replicas(self._over)
         if self._split_over is None:
-            self._split_over = _tensor_parallel(buckets)
+            self._split_over = _calls(buckets)
         kinds = _kinds(buckets)
         settings = torch.tensor([digest(self._settings())]).view(torch.uint8).to(kinds.device)
         gathered = replicas.gather(torch.cat([settings, kinds]))
@@ -241,11 +241,11 @@ def _give(unit: Unit, summed: Summed, gradients: dict[int, Tensor], size: int) -
     unit.state = summed.state
 
 
-def _tensor_parallel(buckets: list[_Bucket]) -> list[dist.ProcessGroup | None]:
-    """Returns the groups that the parameters are split over."""
+def _calls(buckets: list[_Bucket]) -> list[dist.ProcessGroup | None]:
+    """Returns the groups of ranks that make the same calls, of those that the parameters are split over."""
     placements = wholes()
     split = [placements[p].tp for bucket in buckets for p in bucket.parameters if p in placements]
-    groups = {tp.group_name: tp.group for tp in split if tp.group_name is not None}
+    groups = {tp.call_group_name: tp.call_group for tp in split if tp.call_group_name is not None}
     return [groups[name] for name in sorted(groups)]
 
 
