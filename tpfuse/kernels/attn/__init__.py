@@ -14,6 +14,6 @@ triton_records   what launchers hand to kernels, as records
 triton_tiles     Triton: what sees what, tiles of scores, rotation, the dropout mask
 """
 
-from .op import attention, attention_of_queries
+from .op import attend_queries, attention
 
-__all__ = ["attention", "attention_of_queries"]
+__all__ = ["attend_queries", "attention"]

@@ -222,39 +222,14 @@ def attend(qkv: Tensor, options: Options) -> Tensor:
     return output
 
 
-def attention_of_queries(
-    q: Tensor,
-    kv: Tensor,
-    *,
-    first_query: int,
-    queries: int | None = None,
-    batch: int,
-    seq: int | None = None,
-    causal: bool,
-    key_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-    window: int | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    bias: Tensor | None = None,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    positions: Tensor | None = None,
-    interleaved: bool = False,
-    p: float = 0.0,
-    rng: Tensor | None = None,
-    site: int = 0,
-    first_head: int = 0,
-) -> Tensor:
+def attend_queries(q: Tensor, chunk: QueryChunk, options: Options) -> Tensor:
     """Computes :func:`attention` of the queries at some positions alone, over the keys of all: what a rank does that
     has a chunk of every sequence, and has gathered all keys and values.
 
-    q [m, G, Q, E] holds ``queries`` positions of every sample (default m / batch; may be 0) from ``first_query`` on:
-    row (s - first_query) * batch + b is position s of sample b; rows beyond are padding.  kv [M, G, 2, E], of q's
-    dtype, holds k and v of all ``seq`` positions (default M / batch) in rows s * batch + b; neither is rotated.
-    Everything else, ``key_mask``, ``cu_seqlens``, ``bias`` and ``positions`` included, is of all positions, as
-    :func:`attention` has it.  Returns o [m, G Q E] in q's dtype, 0 in rows of padding.
+    q [m, G, Q, E] holds the ``chunk.queries`` positions of every sample (perhaps 0) from ``chunk.start`` on: row (s -
+    start) * batch + b is position s of sample b; rows beyond are padding.  ``chunk.kv`` [M, G, 2, E], of q's dtype,
+    holds k and v of all positions in rows s * batch + b; neither is rotated.  ``options``, of all positions too, are
+    :func:`attention`'s arguments.  Returns o [m, G Q E] in q's dtype, 0 in rows of padding.
 
     Bits: o and q's gradient are those of the matching rows of :func:`attention`, wherever chunks begin and end, on a
     CPU and of the same kernels (a GPU's plain calls of :func:`attention` may take torch's own); so are masks.  kv's
@@ -262,24 +237,6 @@ def attention_of_queries(
 
     Raises ValueError where :func:`attention` would, for q and kv that are not alike, and for positions beyond seq.
     """
-    if q.dim() != 4 or kv.dim() != 4:
-        raise ValueError(
-            f"attention_of_queries: q must be [m, G, Q, E] and kv [M, G, 2, E], got {tuple(q.shape)} and"
-            f" {tuple(kv.shape)}"
-        )
-    options = Options(
-        key_mask=key_mask, cu_seqlens=cu_seqlens, bias=bias, cos=cos, sin=sin, positions=positions,
-        rng=active_rng("attention_of_queries", p, rng), batch=batch,
-        seq=default_seq(len(kv), batch) if seq is None else seq, max_seqlen=max_seqlen, causal=causal, window=window,
-        scale=q.shape[3] ** -0.5 if scale is None else scale, softcap=softcap, interleaved=interleaved, p=p, site=site,
-        first_head=first_head,
-    )  # fmt: skip
-    count = default_seq(len(q), batch) if queries is None else queries
-    return attend_queries(q, QueryChunk(kv, first_query, count), options)
-
-
-def attend_queries(q: Tensor, chunk: QueryChunk, options: Options) -> Tensor:
-    """Computes :func:`attention_of_queries` of its arguments as records."""
     q, kv = autocast(q, chunk.kv)
     output: Tensor = _AttentionOfQueries.apply(q, kv, chunk.start, chunk.queries, options)
     return output

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .... import kernels
-from ....kernels.attn.op import attention_decode, attention_of_queries
-from ....kernels.attn.options import DecodeOptions
+from ....kernels.attn.op import attend_queries, attention_decode
+from ....kernels.attn.options import DecodeOptions, Options, QueryChunk
 from ....kernels.experts.grouped import experts_wgrad_add
 from ....kernels.experts.records import Sides
 from ....kernels.gemm.op import linear_wgrad_add
@@ -155,11 +155,14 @@ def _attentions(random: Callable[..., Tensor], drop: dict[str, Any]) -> list[Sel
     return [
         SelfTest("attention", kernels.attention, qkv, dict(batch=1, causal=True)),
         SelfTest("attention, dropout", kernels.attention, qkv, drop | dict(batch=3, causal=False) | rotation(16)),
-        SelfTest(
-            "attention, some queries", attention_of_queries, chunk, dict(first_query=M // 2, batch=1, causal=True)
-        ),
+        SelfTest("attention, some queries", _some_queries, chunk),
         SelfTest("attention, one new token", decode, decoded, backward=False),
     ]
+
+
+def _some_queries(q: Tensor, kv: Tensor) -> Tensor:
+    options = Options(seq=len(kv), causal=True, scale=q.shape[-1] ** -0.5)
+    return attend_queries(q, QueryChunk(kv, len(kv) // 2, len(q)), options)
 
 
 def _decode(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions) -> Tensor:
