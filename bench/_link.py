@@ -9,9 +9,15 @@ import ctypes
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from bench.port import free_port
 
 T = TypeVar("T")
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
@@ -92,3 +98,27 @@ def at_rates(rates: list[float], ranks: int, run: Callable[[float, list[End]], T
                 shape(ends, gbit)
             results.append(run(gbit, halves if gbit else unshaped(ranks)))
         return results
+
+
+def of_ranks(
+    work: Callable[..., T], ends: list[End], *arguments: Any, environment: Mapping[str, str] | None = None
+) -> T:
+    """Returns what ``work(*arguments)`` returns on rank 0.  Every rank runs it, in a process with one thread at its own
+    end, and in the default group, over gloo.  ``work`` is a module's function."""
+    results = mp.get_context("spawn").SimpleQueue()
+    os.environ.update(OMP_NUM_THREADS="1", **environment or {})
+    mp.spawn(_rank, (work, ends, free_port(), results, arguments), nprocs=len(ends))
+    answer: T = results.get()
+    return answer
+
+
+def _rank(rank: int, work: Callable[..., Any], ends: list[End], port: int, results: Any, arguments: Any) -> None:
+    ends[rank].join()
+    torch.set_num_threads(1)
+    address = f"tcp://{ends[rank].master}:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=len(ends))
+    answer = work(*arguments)
+    if rank == 0:
+        results.put(answer)
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,7 +1,6 @@
 """The processes: every kind in turn, round after round; and one step of each size for its memory."""
 
 import argparse
-import os
 import resource
 import statistics
 from collections.abc import Callable
@@ -9,14 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
-from bench._link import End, unshaped
+from bench._link import End, of_ranks, unshaped
 from bench.context import ATTENTION, HEADS, KINDS, MODELS, RANKS
 from bench.context.ring import RingAttention
 from bench.overlap import KEEP, seconds
-from bench.port import free_port
 from tpfuse import TensorParallel
 from tpfuse.kernels.attn.options import Options
 from tpfuse.models import GPT, GPTConfig
@@ -38,35 +35,25 @@ def config(seq: int) -> GPTConfig:
 
 def measure(args: argparse.Namespace, gbit: float, ends: list[End]) -> dict[str, Any]:
     """Returns the row of one rate."""
-    results = mp.get_context("spawn").SimpleQueue()
-    os.environ.update(OMP_NUM_THREADS="1", **KEEP)
-    mp.spawn(_timed, (args, gbit, ends, free_port(), results), nprocs=len(ends))
-    row: dict[str, Any] = results.get()
-    return row
+    times = of_ranks(timed, ends, args, gbit, environment=KEEP)
+    return dict[str, Any](gbit=gbit) | {group: _figures(of_group) for group, of_group in times.items()}
 
 
-def _timed(rank: int, args: argparse.Namespace, gbit: float, ends: list[End], port: int, results: Any) -> None:
-    ends[rank].join()
-    torch.set_num_threads(1)
-    address = f"tcp://{ends[rank].master}:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=len(ends))
-    progress, row = Progress(long=True), dict[str, Any](gbit=gbit)
+def timed(args: argparse.Namespace, gbit: float) -> dict[str, dict[str, list[float]]]:
+    """Returns the seconds of each kind's steps by their group, on every rank alike."""
+    progress, times = Progress(long=True), dict[str, dict[str, list[float]]]()
     groups = {name: _attention(args.seq, count) for name, count in ATTENTION.items()} | {"a step": _models(args.seq)}
     for group, steps in groups.items():
-        times: dict[str, list[float]] = {name: [] for name in steps}
+        times[group] = {name: [] for name in steps}
         for i in range(args.rounds + 1):
-            if rank == 0:
+            if dist.get_rank() == 0:
                 progress.update(f"{gbit:g} Gbit/s, {group}: round {i + 1} of {args.rounds + 1}")
             for name, step in steps.items():
                 took = seconds(step)
                 if i:
-                    times[name].append(took)
-        row[group] = _figures(times)
+                    times[group][name].append(took)
     progress.clear()
-    if rank == 0:
-        results.put(row)
-    dist.barrier()
-    dist.destroy_process_group()
+    return times
 
 
 def _figures(times: dict[str, list[float]]) -> dict[str, dict[str, list[float]]]:
@@ -123,19 +110,14 @@ def memory(lengths: list[int]) -> list[dict[str, Any]]:
         row: dict[str, Any] = dict(seq=seq)
         for ranks in RANKS:
             progress.update(f"memory of {seq} positions over {ranks} ranks")
-            results = mp.get_context("spawn").SimpleQueue()
-            os.environ.update(OMP_NUM_THREADS="1")
-            mp.spawn(_held, (seq, unshaped(ranks), free_port(), results), nprocs=ranks)
-            row[str(ranks)] = results.get()
+            row[str(ranks)] = of_ranks(held, unshaped(ranks), seq)
         rows.append(row)
     progress.clear()
     return rows
 
 
-def _held(rank: int, seq: int, ends: list[End], port: int, results: Any) -> None:
-    torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=len(ends))
+def held(seq: int) -> float:
+    """Returns the MiB by which a training step has grown the rank that grows most."""
     tp = TensorParallel(cp=dist.group.WORLD, cp_kind="heads")
     _step(tp, 64)  # what is allocated once
     peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -143,10 +125,7 @@ def _held(rank: int, seq: int, ends: list[End], port: int, results: Any) -> None
     _step(tp, seq)
     grown = torch.tensor(peak() - start)
     dist.all_reduce(grown, op=dist.ReduceOp.MAX)
-    if rank == 0:
-        results.put(float(grown))
-    dist.barrier()
-    dist.destroy_process_group()
+    return float(grown)
 
 
 def _step(tp: TensorParallel, seq: int) -> None:

@@ -1,19 +1,16 @@
 """The processes: every setting in turn, round after round."""
 
 import argparse
-import os
 import statistics
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-from bench._link import End
+from bench._link import End, of_ranks
 from bench.ddp import MICRO_BATCHES, USUAL
 from bench.ddp.settings import Steps
 from bench.overlap import KEEP, seconds
-from bench.port import free_port
 from tpfuse.tools.ledger.text import Progress
 
 WARM = 2  # DDP makes its buckets anew after the first step
@@ -21,33 +18,24 @@ WARM = 2  # DDP makes its buckets anew after the first step
 
 def measure(args: argparse.Namespace, gbit: float, ends: list[End]) -> dict[str, Any]:
     """Returns the row of one number of replicas at one rate."""
-    results = mp.get_context("spawn").SimpleQueue()
-    os.environ.update(OMP_NUM_THREADS="1", **KEEP)
-    mp.spawn(_rank, (args, gbit, ends, free_port(), results), nprocs=len(ends))
-    row: dict[str, Any] = results.get()
-    return row
+    times = of_ranks(timed, ends, args, gbit, environment=KEEP)
+    return dict(ranks=len(ends), gbit=gbit) | figures(times)
 
 
-def _rank(rank: int, args: argparse.Namespace, gbit: float, ends: list[End], port: int, results: Any) -> None:
-    ends[rank].join()
-    torch.set_num_threads(1)
-    address = f"tcp://{ends[rank].master}:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=len(ends))
-    progress = Progress(long=True)
+def timed(args: argparse.Namespace, gbit: float) -> dict[str, list[float]]:
+    """Returns the seconds of each setting's steps, on every rank alike."""
+    progress, replicas = Progress(long=True), dist.get_world_size()
     steps = Steps(args).all()
     times: dict[str, list[float]] = {name: [] for name in steps}
     for i in range(args.rounds + WARM):
-        if rank == 0:
-            progress.update(f"{len(ends)} replicas, {gbit:g} Gbit/s: round {i + 1} of {args.rounds + WARM}")
+        if dist.get_rank() == 0:
+            progress.update(f"{replicas} replicas, {gbit:g} Gbit/s: round {i + 1} of {args.rounds + WARM}")
         for name, step in steps.items():
             took = seconds(step) / MICRO_BATCHES.get(name, 1)
             if i >= WARM:
                 times[name].append(took)
     progress.clear()
-    if rank == 0:
-        results.put(dict(ranks=len(ends), gbit=gbit) | figures(times))
-    dist.barrier()
-    dist.destroy_process_group()
+    return times
 
 
 def figures(times: dict[str, list[float]]) -> dict[str, Any]:

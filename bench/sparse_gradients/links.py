@@ -2,21 +2,18 @@
 
 import argparse
 import json
-import os
 import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from bench import documents
-from bench._link import End, at_rates
+from bench._link import End, at_rates, of_ranks
 from bench.overlap import seconds
-from bench.port import free_port
 from bench.sparse_gradients import UNTIMED, arguments, page
 from bench.sparse_gradients.topk_a import TopkA, topk_a_hook
 from tpfuse import OkTopk, ok_topk_hook
@@ -77,33 +74,24 @@ def steps(args: argparse.Namespace) -> dict[str, Callable[[int], None]]:
 # ---- measurement ----
 
 
-def worker(rank: int, args: argparse.Namespace, gbit: float, ends: list[End], port: int, results: Any) -> None:
-    ends[rank].join()
-    torch.set_num_threads(1)
-    init = f"tcp://{ends[rank].master}:{port}"
-    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=len(ends))
-    choices, progress = steps(args), Progress(long=True)
+def timed(args: argparse.Namespace, gbit: float) -> dict[str, list[float]]:
+    """Returns the seconds of each method's steps, on every rank alike."""
+    choices, progress, replicas = steps(args), Progress(long=True), dist.get_world_size()
     times: dict[str, list[float]] = {name: [] for name in choices}
     for i in range(args.rounds + UNTIMED):
         for name, step in choices.items():
-            if rank == 0:
-                progress.update(f"{len(ends)} replicas, {page.rate(gbit)} Gbit/s, round {i + 1}: {name}")
+            if dist.get_rank() == 0:
+                progress.update(f"{replicas} replicas, {page.rate(gbit)} Gbit/s, round {i + 1}: {name}")
             took = seconds(lambda step=step, i=i: step(i))
             if i >= UNTIMED:
                 times[name].append(took)
     progress.clear()
-    if rank == 0:
-        results.put(times)
-    dist.barrier()
-    dist.destroy_process_group()
+    return times
 
 
 def measure(args: argparse.Namespace, gbit: float, ends: list[End]) -> dict[str, Any]:
     """Returns a row of the table."""
-    results = mp.get_context("spawn").Manager().Queue()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    mp.spawn(worker, (args, gbit, ends, free_port(), results), nprocs=len(ends))
-    times: dict[str, list[float]] = results.get()
+    times = of_ranks(timed, ends, args, gbit)
     over = {name: [t / dense for t, dense in zip(took, times["dense"], strict=True)] for name, took in times.items()}
     row = dict(
         ranks=len(ends),
