@@ -234,10 +234,8 @@ class ParallelAttention(ParallelModule):
         ``recompute``: n is recomputed in backward.
         """
         if self.in_one and call.cache is None:
-            weights, heads = (
-                (*self.qkv.flat(), on_pieces(self.out.weight, self.tp)),
-                (self.heads_per_group, self.head_width),
-            )
+            weights = *self.qkv.flat(), on_pieces(self.out.weight, self.tp)
+            heads = self.heads_per_group, self.head_width
             options = self.options(n.shape[-2] * self.tp.row_shards, call)
             return gather_attention_exchange(n, *weights, heads=heads, options=options, tp=self.tp, recompute=recompute)
         return self.out.parts(self._attend(self.qkv.project(n, recompute), call))

@@ -41,7 +41,8 @@ def cross_entropy(
     Args:
         logits: [..., V/R], this rank's columns, as :class:`ColumnParallelLinear` and :class:`VocabParallelHead` leave
             them.
-        labels: int64 [...], global token ids, the same on every rank.
+        labels: int64 [...], global token ids, the same on every tensor-parallel rank; of context-parallel ones each has
+            those of its piece, and the loss is that of all pieces.
         vocab_size: V, of the whole vocabulary, which smoothing counts.
         ignore_index: rows with this label count nothing.
         label_smoothing: the share of the target that is spread over the vocabulary, in [0, 1).

@@ -150,7 +150,8 @@ class GPT(Model):
         z_loss: float = 0.0,
         reduction: str = "mean",
     ) -> Output:
-        """Runs the model: input_ids int64 [B, S], the same on every tensor-parallel rank -> Output.
+        """Runs the model: input_ids int64 [B, S], whole and the same on every tensor- and
+        context-parallel rank -> Output.
 
         Args:
             input_ids: token ids.

@@ -45,7 +45,7 @@ class HeadSplit(NamedTuple):
 
     @property
     def copies(self) -> int:
-        """The number of ranks that are sent k and v of one head."""
+        """The number of parts that each group's query heads are cut in, with k and v sent beside each."""
         return self.ranks // math.gcd(self.groups, self.ranks)
 
     @property
@@ -165,7 +165,7 @@ def _queries_and_keys(qkv: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor]:
     cp = tp.cp
     assert cp is not None
     q, kv = qkv.split([qkv.shape[2] - 2, 2], 2)
-    return q.contiguous(), by_position(all_gather(kv.contiguous(), cp.size, cp.group_name).flatten(0, 1), tp)
+    return q, by_position(all_gather(kv.contiguous(), cp.size, cp.group_name).flatten(0, 1), tp)
 
 
 def _chunked(q: Tensor, kv: Tensor, options: Options, tp: TensorParallel) -> list[tuple[Tensor, QueryChunk]]:
