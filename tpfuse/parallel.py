@@ -6,7 +6,6 @@ import functools
 import hashlib
 import os
 import socket
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from ._version import __version__
 from .kernels.runtime.philox import FirstRow, RowPieces
 from .kernels.runtime.processor import order_of_sums
 from .ranks.agreement import Header, agree
+from .ranks.groups import call_group, check_pieces, process_group
 from .ranks.messages import channel, gather, together
 
 OVERLAP = "auto", "pairwise", "off"
@@ -96,7 +96,7 @@ class TensorParallel:
             raise ValueError(f"TensorParallel: overlap must be one of {', '.join(OVERLAP)}, got {overlap!r}")
         if cp_kind not in CP_KINDS:
             raise ValueError(f"TensorParallel: cp_kind must be one of {', '.join(CP_KINDS)}, got {cp_kind!r}")
-        group, context = _process_group("group", group, "tp"), _process_group("cp", cp, "cp")
+        group, context = process_group("group", group, "tp"), process_group("cp", cp, "cp")
         context = None if context is None or context.size() == 1 else context
         backend = "" if group is None else dist.get_backend_config(group)
         if overlap == "pairwise" and group is not None and "gloo" not in backend and "nccl" not in backend:
@@ -156,13 +156,12 @@ class TensorParallel:
         if channel(context) is not None:
             members = [dist.get_rank()] if self.group is None else dist.get_process_group_ranks(self.group)
             pieces = gather(members, context)
-            _check_pieces(pieces, context)
+            check_pieces(pieces, context)
             fields = "sequence_parallel", "overlap", "cp_kind"
             shared = {key: getattr(self, key) for key in fields} | {"versions": versions()}
             agree(context, Header("TensorParallel", axis="context-parallel"), shared)
             if self.size > 1:
-                name = _call_groups.get(context) or _call_group(pieces)
-                _call_groups[context] = name
+                name = call_group(context, pieces)
         cp = TensorParallel(context, sequence_parallel=self.sequence_parallel, overlap="off")
         cp.__dict__["axis"] = "context-parallel"
         self.__dict__.update(cp=cp, call_group_name=name)
@@ -352,41 +351,6 @@ class TensorParallel:
         "NAME: KEY must be the same on every tensor-parallel rank, got rank 0: ...".  Each rank calls it.
         """
         agree(self.call_group, Header(name, axis=self.call_axis), values)
-
-
-def _process_group(
-    name: str, group: "dist.ProcessGroup | dist.DeviceMesh | None", dim: str
-) -> dist.ProcessGroup | None:
-    if isinstance(group, dist.DeviceMesh):
-        if group.ndim != 1:
-            rule = "a DeviceMesh must have one dimension"
-            raise ValueError(f"TensorParallel: {name}: {rule}, got {group}; pass mesh[{dim!r}]")
-        return group.get_group()
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise ValueError(
-            f"TensorParallel: {name} must be a DeviceMesh or a ProcessGroup this process is in, got {group!r}"
-        )
-    return group
-
-
-_call_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyDictionary()
-
-
-def _call_group(pieces: list[list[int]]) -> str:
-    """Makes a group of these ranks, for messages between their hosts; they alone call this."""
-    ranks = [rank for piece in pieces for rank in piece]
-    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True).group_name
-
-
-def _check_pieces(pieces: list[list[int]], context: dist.ProcessGroup) -> None:
-    """ValueError, the same on every rank of ``context``, for tensor-parallel ranks of its ranks that do not fit."""
-    members, ranks = dist.get_process_group_ranks(context), [rank for piece in pieces for rank in piece]
-    alike = len({*map(len, pieces)}) == 1 and len({*ranks}) == len(ranks)
-    if not alike or tuple(members) not in zip(*pieces, strict=True):
-        raise ValueError(
-            "TensorParallel: cp must be mesh['cp'] of a mesh with 'cp' and 'tp': ranks with tensor-parallel groups of"
-            f" their own, each in the same place of its; got ranks {members}, of tensor-parallel ranks {pieces}"
-        )
 
 
 def resolve(group_name: str) -> dist.ProcessGroup:

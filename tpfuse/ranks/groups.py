@@ -1,0 +1,48 @@
+"""The process groups that a TensorParallel is made of: what a user gives, and the one over all ranks with its calls."""
+
+import weakref
+
+import torch.distributed as dist
+
+from ..kernels.runtime.errors import check
+
+_call_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyDictionary()
+
+
+def process_group(
+    argument: str, group: "dist.ProcessGroup | dist.DeviceMesh | None", dim: str
+) -> dist.ProcessGroup | None:
+    """Returns the group of a TensorParallel's ``argument``, usually mesh[dim]; ValueError for what is none."""
+    if isinstance(group, dist.DeviceMesh):
+        rule = "a DeviceMesh must have one dimension"
+        check(group.ndim == 1, f"TensorParallel: {argument}: {rule}, got {group}; pass mesh[{dim!r}]")
+        return group.get_group()
+    check(
+        group is None or isinstance(group, dist.ProcessGroup),
+        f"TensorParallel: {argument} must be a DeviceMesh or a ProcessGroup this process is in, got {group!r}",
+    )
+    return group
+
+
+def check_pieces(pieces: list[list[int]], context: dist.ProcessGroup) -> None:
+    """Raises ValueError for a group of context-parallel ranks whose tensor-parallel ranks, ``pieces``, do not fit.
+
+    It is the same on every rank of ``context``.
+    """
+    members, ranks = dist.get_process_group_ranks(context), [rank for piece in pieces for rank in piece]
+    alike = len({*map(len, pieces)}) == 1 and len({*ranks}) == len(ranks)
+    check(
+        alike and tuple(members) in zip(*pieces, strict=True),
+        "TensorParallel: cp must be mesh['cp'] of a mesh with 'cp' and 'tp': ranks with tensor-parallel groups of"
+        f" their own, each in the same place of its; got ranks {members}, of tensor-parallel ranks {pieces}",
+    )
+
+
+def call_group(context: dist.ProcessGroup, pieces: list[list[int]]) -> str:
+    """Returns the name of the group of all these ranks, for messages between their hosts.  They alone call this; it is
+    made once for each ``context``."""
+    if context not in _call_groups:
+        ranks = [rank for piece in pieces for rank in piece]
+        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        _call_groups[context] = group.group_name
+    return _call_groups[context]
