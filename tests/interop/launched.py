@@ -43,9 +43,10 @@ def small(seed=0, dtype=torch.float32, **options):
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes | options)).to(dtype)
 
 
-def split(world, dp, tp, bitwise=None, **options):
-    mesh = world.mesh(dp, tp)
-    return parallelize(small(**options), TensorParallel(mesh["tp"], bitwise=bitwise), dp=mesh["dp"], seed=3)
+def split(world, dp, tp, bitwise=None, cp=1, **options):
+    mesh = world.pieces(dp, cp, tp)
+    ranks = TensorParallel(mesh["tp"], bitwise=bitwise, cp=mesh["cp"])
+    return parallelize(small(**options), ranks, dp=mesh["dp"], seed=3)
 
 
 def rows(count=24, seed=0, ragged=True):

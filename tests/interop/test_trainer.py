@@ -91,6 +91,15 @@ def test_a_split_model_trains_as_one_process_does(ranks, tmp_path, layout):
         same(got, want)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dp, cp, tp", [(1, 2, 1), (2, 2, 1), (1, 2, 2)])
+def test_pieces_of_sequences(ranks, tmp_path, dp, cp, tp):
+    """Ranks with pieces of the same sequences have the same batches."""
+    (want,) = ranks(1, trained, (1, 1), str(tmp_path), dict(DROPOUT), {})
+    for got in ranks(dp * cp * tp, trained, (dp, tp), str(tmp_path), DROPOUT | dict(cp=cp), {}):
+        same(got, want)
+
+
 def by_leaves(world, layout, folder):
     torch.set_num_threads(1)
     got = trained(world, layout, folder, DROPOUT | dict(bitwise=4), {})

@@ -100,7 +100,7 @@ def trained(world, dp, wrap, micro=1, options=None, folder=None):
 
 @pytest.mark.parametrize("dp, tp, wrap, options", [
     (2, 2, "ddp", {}), (2, 2, "ddp", dict(over=True, sp=False)), (1, 4, "main", dict(over=False)),
-    (2, 1, "fsdp", dict(over=False)),
+    (2, 1, "fsdp", dict(over=False)), (1, 4, "main", dict(over=False, cp=2)), (2, 2, "ddp", dict(over=False, cp=2)),
 ])  # fmt: skip
 def test_every_split_has_the_same_bits(ranks, dp, tp, wrap, options):
     one = ranks(1, trained, 1, None, 2, dict(over=False))[0]

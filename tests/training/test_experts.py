@@ -46,9 +46,19 @@ CONFIG = replace(
 SHARES = {"equal": (2, 2), "unequal": (3, 1)}  # samples of each of two replicas
 
 
-def made(world, dp: int, *, over: bool = True, sp: bool = True, dtype: torch.dtype = F64, config=CONFIG, **options):
-    mesh = world.mesh(dp, world.size // dp)
-    tp = TensorParallel(mesh["tp"], sequence_parallel=sp)
+def made(
+    world,
+    dp: int,
+    *,
+    over: bool = True,
+    sp: bool = True,
+    dtype: torch.dtype = F64,
+    config=CONFIG,
+    cp: int = 1,
+    **options,
+):
+    mesh = world.pieces(dp, cp, world.size // dp // cp)
+    tp = TensorParallel(mesh["tp"], sequence_parallel=sp, cp=mesh["cp"])
     with default_dtype(dtype):
         experts = mesh["dp", "tp"] if over else None
         return GPT(config, tp=tp, dp=mesh["dp"], experts=experts, **options), mesh

@@ -29,7 +29,7 @@ from tpfuse import (
     save_checkpoint,
 )
 from tpfuse.kernels.gemm.op import ROWS, linear, linear_wgrad_add
-from tpfuse.kernels.runtime.main_grad import PLACES
+from tpfuse.kernels.runtime.main_grad import PLACES, derived
 from tpfuse.layers.shards import wholes
 from tpfuse.models import GPT, Bert
 from tpfuse.sequence_parallel.records import WantedGrads, WeightGrad, adding
@@ -680,3 +680,13 @@ def test_torchs_clipping_of_parameters_without_a_gradient_is_refused():
     with pytest.raises(ValueError, match=r"in their main_grad; clip main.parameters\(\), or call tpfuse"):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     torch.nn.utils.clip_grad_norm_(main.parameters(), 1.0)
+
+
+@pytest.mark.parametrize("use", [lambda w, x: (w * x).sum(), lambda w, x: linear(x[:1], w.view(3, 4)).sum()])
+def test_a_weight_made_of_parameters(use):
+    """Its gradient reaches main_grad through a view that an op looks up, and where it comes autograd's way."""
+    layer, x = nn.Linear(4, 3, bias=False), torch.arange(12.0).view(3, 4)
+    exact = torch.autograd.grad(use(2 * layer.weight, x), layer.weight)[0]
+    MainGrad(layer)
+    use(derived(lambda p: 2 * p, layer.weight), x).backward()
+    assert torch.equal(layer.weight.main_grad, exact) and layer.weight.grad is None
