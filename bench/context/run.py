@@ -1,7 +1,6 @@
 """The processes: every kind in turn, round after round; and one step of each size for its memory."""
 
 import argparse
-import resource
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench._link import End, of_ranks, unshaped
+from bench._resident import resident
 from bench.context import ATTENTION, HEADS, KINDS, MODELS, RANKS
 from bench.context.ring import RingAttention
 from bench.overlap import KEEP, seconds
@@ -120,10 +120,9 @@ def held(seq: int) -> float:
     """Returns the MiB by which a training step has grown the rank that grows most."""
     tp = TensorParallel(cp=dist.group.WORLD, cp_kind="heads")
     _step(tp, 64)  # what is allocated once
-    peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    start = peak()
+    start = resident("VmHWM")
     _step(tp, seq)
-    grown = torch.tensor(peak() - start)
+    grown = torch.tensor((resident("VmHWM") - start) / 2**20)
     dist.all_reduce(grown, op=dist.ReduceOp.MAX)
     return float(grown)
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from bench._parser import parser_of
+from bench._resident import resident
 from tpfuse.kernels import linear_cross_entropy
 
 
@@ -24,12 +25,6 @@ def torch_loss(x: torch.Tensor, w: torch.Tensor, labels: torch.Tensor) -> torch.
 
 CALLS = {"tpfuse": linear_cross_entropy, "torch": torch_loss}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-def resident(field: str) -> int:
-    """Bytes: VmRSS now, VmHWM at most so far."""
-    status = pathlib.Path("/proc/self/status").read_text()
-    return int(status.split(field + ":")[1].split()[0]) << 10
 
 
 def make(rows: int, vocab: int, width: int, dtype: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -14,7 +14,6 @@ import ctypes
 import gc
 import json
 import os
-import re
 import statistics
 import sys
 import time
@@ -27,6 +26,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from bench._parser import parser_of
+from bench._resident import resident
 from bench.models.peers import Block, Stack, dtensor_block, dtensor_norm, megatron_block
 from bench.port import free_port
 from tpfuse import TensorParallel
@@ -214,19 +214,15 @@ def peak_rss(module: torch.nn.Module | None, x: Tensor, dy: Tensor, threads: int
     try:
         ctypes.CDLL(None).malloc_trim(0)  # what earlier steps freed goes back, or it would be used unseen
         Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-        start = _rss_mib("VmRSS")
+        start = resident("VmRSS")
         step(module, x, dy, threads)
-        grown = _rss_mib("VmHWM") - start
+        grown = (resident("VmHWM") - start) / 2**20
     except (OSError, AttributeError):
         step(module, x, dy, threads)
         grown = float("nan")
     largest = torch.tensor(grown)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return float(largest)
-
-
-def _rss_mib(field: str) -> float:
-    return int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
 
 
 def compare(args, models: dict, rank: int) -> dict[str, float]:

@@ -54,7 +54,8 @@ def plan(**values):
 
 
 BIG = """
-import resource, sys, time
+import time
+from bench._resident import resident
 from tpfuse.tools.ledger import Plan, dry_run, load_config
 from tpfuse.tools.ledger.dryrun import against_formulas
 began = time.monotonic()
@@ -62,7 +63,7 @@ done = dry_run(load_config("gpt3-175b"), Plan(tp=8, dp=128, seq=2048, micro_batc
 counted = [(n, formula) for _, n, formula, _ in against_formulas(done)]
 assert abs(counted[0][0] - counted[0][1]) < 1 and 21.8e9 < counted[0][0] < 21.9e9, counted
 assert all(0.98 < n / formula < 1.02 for n, formula in counted), counted
-seconds, gigabytes = time.monotonic() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+seconds, gigabytes = time.monotonic() - began, resident("VmHWM") / 1e9
 assert seconds < 60 and gigabytes < 2, (seconds, gigabytes)
 """
 
