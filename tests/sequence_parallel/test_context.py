@@ -57,13 +57,17 @@ def whole(case, dtype):
 
 
 def over_keys(world, case, dtype, padding):
-    return in_pieces(world, case, dtype, padding, "keys")
+    return in_pieces(world, case, dtype, padding, cp_kind="keys")
 
 
-def in_pieces(world, case, dtype, padding, cp_kind="heads"):
+def in_rounds(world, case, dtype, padding):
+    return in_pieces(world, case, dtype, padding, overlap="pairwise")
+
+
+def in_pieces(world, case, dtype, padding, **splits):
     """-> this rank's rows of o and of qkv's gradient, and what stands in the padding."""
     qkv, do, options = problem(case, dtype)
-    tp = TensorParallel(cp=world.group, cp_kind=cp_kind)
+    tp = TensorParallel(cp=world.group, **dict(cp_kind="heads", overlap="off") | splits)
     rows = torch.arange(len(qkv)).view(options.seq, -1)[tp.positions(options.seq)].flatten()
     filled = lambda x: torch.cat(
         [x[rows], x.new_full((tp.piece(options.seq) * options.batch - len(rows), *x.shape[1:]), 7)]
@@ -88,6 +92,27 @@ def joined(ranks, case, R, dtype, padding=1, function=in_pieces):
 def test_bits_of_one_rank(ranks, name, R, dtype):
     for got, exact in zip(joined(ranks, CASES[name], R, dtype), whole(CASES[name], dtype), strict=True):
         assert torch.equal(got, exact), (got != exact).sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("groups, R", [(4, 2), (6, 2), (8, 4)])  # two rounds, three, and two of four ranks
+@pytest.mark.parametrize("name", CASES)
+def test_messages_under_attention(ranks, name, groups, R, dtype):
+    """Bits do not depend on the rounds that heads are exchanged in."""
+    case = CASES[name] | dict(G=groups)
+    for got, exact in zip(joined(ranks, case, R, dtype, function=in_rounds), whole(case, dtype), strict=True):
+        assert torch.equal(got, exact), (got != exact).sum()
+
+
+def first_round_again(right, options, index, heads):
+    return options
+
+
+def test_a_wrong_first_head_of_a_round_is_seen(ranks):
+    case = CASES["an odd number of positions, dropout"]
+    mistaken = Mistaken(in_rounds, "tpfuse.sequence_parallel.overlap.heads._of_round", first_round_again)
+    o, _ = joined(ranks, case, 2, torch.float32, function=mistaken)
+    assert not torch.equal(o, whole(case, torch.float32)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
