@@ -25,8 +25,8 @@ from bench._parser import check_rounds, parser_of
 
 HEADS = 8
 ATTENTION = {"8 kv heads": 8, "1 kv head": 1}
-KINDS = "heads", "keys", "ring"
-MODELS = "cp 2, heads", "cp 2, keys", "tp 2"
+KINDS = "heads", "heads, pairwise", "keys", "ring"
+MODELS = "cp 2, heads", "cp 2, heads, pairwise", "cp 2, keys", "tp 2", "tp 2, pairwise"
 LENGTHS = 1024, 2048, 4096, 8192
 RANKS = 1, 2, 4
 

@@ -141,12 +141,17 @@ def form_of(
 _ROUNDS = 4  # of attention, behind which messages of heads travel: at most 1/4 of them is exposed
 
 
+def most_rounds(groups: int, cp: TensorParallel) -> int:
+    """Returns the number of rounds of a rank's ``groups`` of heads if their messages travel under attention."""
+    return 1 if cp.overlap == "off" else max(n for n in range(1, _ROUNDS + 1) if groups % n == 0)
+
+
 def rounds_of_heads(qkv: Tensor, options: Options, cp: TensorParallel) -> int:
     """Returns in how many parts of its kv heads a rank attends, with the messages of others on their way; 1 where they
     do not overlap.  ``qkv`` [m, G, Q + 2, E] are a piece's heads before they are exchanged."""
     m, G, slots, E = qkv.shape
-    most = max(n for n in range(1, _ROUNDS + 1) if G // cp.size % n == 0)
-    if most == 1 or cp.overlap == "off":
+    most = most_rounds(G // cp.size, cp)
+    if most == 1:
         return 1
     scored, _ = scores(qkv, options)
     sent = OverlapSizes(

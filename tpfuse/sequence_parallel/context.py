@@ -9,7 +9,8 @@
 
 Jacobs et al. 2023 (arXiv:2309.14509) for the first; the second is the all-gather of Llama 3 (arXiv:2407.21783, section
 3.3.2).  Of "heads" pieces are contiguous.  Between its exchanges stands the same attention as on one rank: causal work
-is balanced, and a head's bits do not depend on C.  Where C does not divide G, each group of query heads is cut in
+is balanced, and a head's bits do not depend on C.  Heads that wait for none of the others may travel while these are
+attended (:mod:`.overlap.heads`).  Where C does not divide G, each group of query heads is cut in
 ``copies``, and k and v are sent with each; their gradients are then summed.  Of "keys" a piece is the chunks r and 2 C
 - 1 - r of 2 C, which have as many pairs of a query and an earlier key on every rank; o and dq have the bits of one
 rank, and dk and dv are sums over the ranks, in their order.
@@ -35,7 +36,7 @@ from ..kernels.runtime.philox import global_rows
 from ..parallel import TensorParallel
 from .choice import rounds_of_heads
 from .crossings import exchange
-from .overlap.heads import HeadsSaved, attention_of_heads_bwd, attention_of_heads_fwd
+from .overlap.heads import HeadRounds, HeadsSaved, attention_of_heads_bwd, attention_of_heads_fwd
 
 
 class HeadSplit(NamedTuple):
@@ -128,7 +129,7 @@ def attend_pieces(qkv: Tensor, options: Options, tp: TensorParallel) -> Tensor:
     if (rounds := rounds_of_heads(heads[:rows], options, cp)) == 1:
         return to_pieces(attend(to_heads(heads, rows, cp), options), M, cp)
     (heads,) = autocast(heads)
-    return _padded(_InRounds.apply(heads[:rows], options, rounds, cp), M)
+    return _padded(_InRounds.apply(heads[:rows], options, HeadRounds(rounds, cp.size, cp.group_name or "")), M)
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:
@@ -140,18 +141,18 @@ class _InRounds(Function):
     """Exchanged heads, whose messages travel under attention."""
 
     @staticmethod
-    def forward(ctx: Any, heads: Tensor, options: Options, rounds: int, cp: TensorParallel) -> Tensor:
-        o, *saved = attention_of_heads_fwd(heads, options, rounds, cp.size, group_name=cp.group_name)
+    def forward(ctx: Any, heads: Tensor, options: Options, split: HeadRounds) -> Tensor:
+        o, *saved = attention_of_heads_fwd(heads, options, split)
         ctx.save_for_backward(*saved, *options[:TENSORS])
-        ctx.args = options[TENSORS:], cp
+        ctx.args = options[TENSORS:], split
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        (qkv, o, lse, *tensors), (constants, cp) = ctx.saved_tensors, ctx.args
+        (qkv, o, lse, *tensors), (constants, split) = ctx.saved_tensors, ctx.args
         saved, options = HeadsSaved(qkv, o, lse), Options(*tensors, *constants)
-        return attention_of_heads_bwd(do, saved, options, cp.size, group_name=cp.group_name), None, None, None
+        return attention_of_heads_bwd(do, saved, options, split), None, None
 
 
 class _OverKeys(Function):

@@ -21,6 +21,14 @@ from ...kernels.runtime.op import ATTENTION, Cost, acc_dtype, least, op
 from ..flight import Flight
 
 
+class HeadRounds(NamedTuple):
+    """The rounds in which kv heads are exchanged among the ranks of a group."""
+
+    rounds: int
+    ranks: int
+    group_name: str
+
+
 class HeadsSaved(NamedTuple):
     """What attention in rounds keeps: whole sequences with the heads of this rank."""
 
@@ -29,10 +37,10 @@ class HeadsSaved(NamedTuple):
     lse: Tensor  # [n, B, g Q, S]
 
 
-def _by_round(x: Tensor, ranks: int, rounds: int) -> Tensor:
+def _by_round(x: Tensor, split: HeadRounds) -> Tensor:
     """x [m, C n g, ...], heads in the order of ranks and then of rounds -> [n, C, m, k], what each rank gets."""
-    x = x.unflatten(1, (ranks, rounds, -1))
-    return x.permute(2, 1, 0, *range(3, x.dim())).reshape(rounds, ranks, len(x), -1)
+    x = x.unflatten(1, (split.ranks, split.rounds, -1))
+    return x.permute(2, 1, 0, *range(3, x.dim())).flatten(3)
 
 
 def _by_head(x: Tensor) -> Tensor:
@@ -53,15 +61,15 @@ def _of_round(options: Options, index: int, heads: int) -> Options:
 
 
 def attention_of_heads_fwd_ref(
-    qkv: Tensor, options: Options, rounds: int, ranks: int, group_name: str
+    qkv: Tensor, options: Options, split: HeadRounds
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """qkv [m, G, Q + 2, E] of this rank's piece -> o [m, G Q E], and the tensors of HeadsSaved.
 
     ``options`` are those of whole sequences, with this rank's first head.
     """
-    label, (_, whole, o, lse) = "attention_of_heads forward", _fwd_fake(qkv, options, rounds, ranks, group_name)
-    arriving, tiles = _flights(f"{label} (qkv)", _by_round(qkv, ranks, rounds), group_name)
-    leaving, returned = _flights(f"{label} (o)", o.unflatten(1, (ranks, -1)), group_name)
+    label, (_, whole, o, lse) = "attention_of_heads forward", _fwd_fake(qkv, options, split)
+    arriving, tiles = _flights(f"{label} (qkv)", _by_round(qkv, split), split.group_name)
+    leaving, returned = _flights(f"{label} (o)", o.unflatten(1, (split.ranks, -1)), split.group_name)
     for flight in arriving:
         flight.post_all()
     for i, flight in enumerate(arriving):
@@ -72,12 +80,12 @@ def attention_of_heads_fwd_ref(
     return _by_head(returned), tiles.view_as(whole), o, lse
 
 
-def attention_of_heads_bwd_ref(do: Tensor, saved: HeadsSaved, options: Options, ranks: int, group_name: str) -> Tensor:
+def attention_of_heads_bwd_ref(do: Tensor, saved: HeadsSaved, options: Options, split: HeadRounds) -> Tensor:
     """do [m, G Q E] -> dqkv [m, G, Q + 2, E]."""
     label, (qkv, o, lse), (_, _, _, slots, E) = "attention_of_heads backward", saved, saved.qkv.shape
     dqkv = qkv.new_empty(qkv.shape)
-    arriving, _ = _flights(f"{label} (do)", _by_round(do.unflatten(1, (-1, E)), ranks, len(qkv)), group_name)
-    leaving, returned = _flights(f"{label} (dqkv)", dqkv.view(len(qkv), ranks, -1, dqkv[0, 0].numel()), group_name)
+    arriving, _ = _flights(f"{label} (do)", _by_round(do.unflatten(1, (-1, E)), split), split.group_name)
+    leaving, returned = _flights(f"{label} (dqkv)", dqkv.flatten(2).unflatten(1, (split.ranks, -1)), split.group_name)
     for flight in arriving:
         flight.post_all()
     for i, flight in enumerate(arriving):
@@ -89,25 +97,23 @@ def attention_of_heads_bwd_ref(do: Tensor, saved: HeadsSaved, options: Options, 
     return _by_head(returned).unflatten(1, (-1, slots, E))
 
 
-def _fwd_fake(
-    qkv: Tensor, options: Options, rounds: int, ranks: int, group_name: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    m, G, slots, E = qkv.shape
+def _fwd_fake(qkv: Tensor, options: Options, split: HeadRounds) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (rounds, ranks, _), (m, G, slots, E) = split, qkv.shape
     g, Q = G // (ranks * rounds), slots - 2
     whole, o = qkv.new_empty(rounds, ranks * m, g, slots, E), qkv.new_empty(rounds, ranks * m, g * Q * E)
     lse = qkv.new_empty(rounds, options.batch, g * Q, options.seq, dtype=acc_dtype(qkv))
     return qkv.new_empty(m, G * Q * E), whole, o, lse
 
 
-def _bwd_fake(do: Tensor, saved: HeadsSaved, options: Options, ranks: int, group_name: str) -> Tensor:
+def _bwd_fake(do: Tensor, saved: HeadsSaved, options: Options, split: HeadRounds) -> Tensor:
     rounds, rows, g, slots, E = saved.qkv.shape
-    return do.new_empty(rows // ranks, ranks * rounds * g, slots, E)
+    return do.new_empty(rows // split.ranks, split.ranks * rounds * g, slots, E)
 
 
 def _cost(args: tuple[Any, ...], outputs: tuple[Any, ...], *, whole: Tensor, options: Options, products: int) -> Cost:
     """One pass over inputs and outputs, attention's ``products``, and an exchange of qkv and one of o."""
     rounds, _, _, slots, E = whole.shape
-    (scored, computed), ranks = scores(whole[0], options), args[-2]
+    (scored, computed), ranks = scores(whole[0], options), args[-1].ranks
     exchanged = whole.numel() // slots * 2 * (slots - 1) * whole.element_size()
     return least(args, outputs)._replace(
         flops=2 * products * E * rounds * scored, sent=exchanged * (ranks - 1) // ranks, scores=rounds * computed
