@@ -42,7 +42,7 @@ def measure(args: argparse.Namespace, gbit: float, ends: list[End]) -> dict[str,
 def timed(args: argparse.Namespace, gbit: float) -> dict[str, dict[str, list[float]]]:
     """Returns the seconds of each kind's steps by their group, on every rank alike."""
     progress, times = Progress(long=True), dict[str, dict[str, list[float]]]()
-    groups = {name: _attention(args.seq, count) for name, count in ATTENTION.items()} | {"a step": _models(args.seq)}
+    groups = {name: _attention(args.seq, count) for name, count in ATTENTION.items()} | _models(args.seq)
     for group, steps in groups.items():
         times[group] = {name: [] for name in steps}
         for i in range(args.rounds + 1):
@@ -88,17 +88,20 @@ def _heads(t: Tensor) -> Tensor:
     return t.flatten(1, 2).transpose(0, 1)[None].contiguous()
 
 
-def _models(seq: int) -> dict[str, Step]:
+def _models(seq: int) -> dict[str, dict[str, Step]]:
     world, ids = dist.group.WORLD, torch.randint(1000, (1, seq), generator=torch.Generator().manual_seed(0))
     heads, keys = (dict(cp=world, cp_kind=cp_kind) for cp_kind in ("heads", "keys"))
     whole = dict(group=world, sequence_parallel=True)
     splits = [(heads, "off"), (heads, "pairwise"), (keys, "off"), (whole, "off"), (whole, "pairwise")]
 
-    def step(ranks: dict[str, Any], overlap: str) -> Step:
-        model = GPT(config(seq), tp=TensorParallel(**ranks, overlap=overlap)).train()
-        return lambda: model(ids, labels=ids).loss.backward()
-
-    return {name: step(*split) for name, split in zip(MODELS, splits, strict=True)}
+    models = [GPT(config(seq), tp=TensorParallel(**ranks, overlap=overlap)).train() for ranks, overlap in splits]
+    loss = lambda model: model(ids, labels=ids).loss
+    step = lambda model: lambda: loss(model).backward()
+    prompt = lambda model: lambda: torch.no_grad()(loss)(model)
+    return {
+        "a step": dict(zip(MODELS, map(step, models), strict=True)),
+        "a prompt": dict(zip(MODELS, map(prompt, models), strict=True)),
+    }
 
 
 # ---- memory ----
