@@ -87,7 +87,7 @@ def test_fixed_fields():
         (dict(tp=0), "tp must be a positive integer, got 0"),
         (dict(schedule="best"), "schedule must be one of gpipe, 1f1b,"),
         (dict(saving="all"), "saving must be one of fastest, smallest, got all"),
-        (dict(tp=3), "no split of 4 devices with tp=3 has dp x tp x pp = 4"),
+        (dict(tp=3), "no split of 4 devices with tp=3 has dp x cp x tp x pp = 4"),
         (dict(pp=4, chunks=3), "stages within 4 layers"),
         (dict(layers=(2, 0)), "layers must be positive numbers of blocks"),
     ],
