@@ -73,7 +73,7 @@ def test_what_ranks_with_pieces_exchange():
     assert "each of 4 ranks has 16 of 64 positions; attention exchanges keys" in text
     assert "with heads: they cannot be divided, with keys: 12.3 kB" in text  # 16 rows, 2 x 2 x 8, to 3, of 2, 2 and 4 B
     (text,) = exchanged(fake.job(), split._replace(cp=2, cp_kind="heads"))
-    assert "each of 2 ranks has 32 of 64 positions; attention exchanges heads" in text and "heads: 8.19 kB" in text
+    assert "each of 2 ranks has 32 of 64 positions; attention exchanges heads" in text and "heads: 4.10 kB" in text
     assert exchanged(fake.job(), Split()) == []
 
 
