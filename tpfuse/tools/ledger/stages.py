@@ -142,7 +142,7 @@ class RankRun(NamedTuple):
         if self.plan.dp > 1:
             messages.append(RankMessage("dp", "all_reduce (gradients)", self.gradients, self.state.gradients))
             messages.append(RankMessage("dp", "all_reduce (losses, labels)", 2, self.loss_bytes + 8))
-        sent = [(axis or "tp", f"{op} ({kind})", row) for (kind, op, _, axis), row in self.step.items() if row.wire]
+        sent = [(axis, f"{op} ({kind})", row) for (kind, op, _, axis), row in self.step.items() if row.wire]
         return messages + [RankMessage(axis, op, row.calls, row.wire) for axis, op, row in sent]
 
     def _leaves(self, a: Action) -> bool:

@@ -193,7 +193,7 @@ class LedgerCosts:
             if e.kind != COMMUNICATION:
                 seconds[e.kind if e.kind in seconds else MEMORY] += count * computed
             if e.wire and e.group == CP:
-                seconds[CP] += count * over_cp(e.op, e.wire, split, self.cluster)
+                seconds[CP] += count * max(0.0, over_cp(e.op, e.wire, split, self.cluster) - computed)
             elif e.wire:
                 sent = over_tp(e.op, e.wire, split, self.cluster, ranks=e.ranks)
                 seconds[TP] += count * max(0.0, sent - computed)

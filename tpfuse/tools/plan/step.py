@@ -9,7 +9,7 @@ The rest follows how tpfuse runs it:
           scatters once a micro-batch, under its passes; with stages it gathers and scatters once a step, and
           parameters and gradients are whole in between
           Experts that are divided among replicas have no part in any of it
-    cp    hidden by nothing: what attention exchanges, and the sum of the weights' gradients of each micro-batch
+    cp    as tp: what attention exchanges, and the sum of the weights' gradients of each micro-batch
     tp    hidden by nothing; the exchanges of experts' rows count here, also where they are over dp x tp
     steps follow one another: the optimizer, and a rank's waiting for others, count
 """
