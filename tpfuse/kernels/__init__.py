@@ -24,10 +24,9 @@ from .norm import dropout, embed_finish, layer_norm, reduce_bias_dropout_add_nor
 from .rotary.op import rope
 from .rotary.table import rope_table
 from .selection import select_large
-from .sparse import Pattern, SparseInt, sampled_matmul, sparse_matmul
+from .sparse import SparseInt, sampled_matmul, sparse_matmul
 
 __all__ = [
-    "Pattern",
     "Routing",
     "SparseInt",
     "attention",

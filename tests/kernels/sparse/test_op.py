@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from tests.kernels import common
 from tests.kernels.kernel_rules import DEVICE
 from tests.kernels.samples import int8
-from tpfuse.kernels import Pattern, SparseInt, sampled_matmul, sparse_matmul
+from tpfuse.kernels import SparseInt, sampled_matmul, sparse_matmul
 from tpfuse.kernels.runtime.op import OPS
-from tpfuse.kernels.sparse.format import RANGES
+from tpfuse.kernels.sparse.format import RANGES, strips_of
 
 SPARSE, SAMPLED = OPS["sparse_matmul"], OPS["sampled_matmul"]
 LAUNCHES = ["launch"] if DEVICE == "cuda" else ["launch", "cpu"]
@@ -25,7 +25,7 @@ def integers(M: int, K: int, density: float, V: int, bits: int) -> torch.Tensor:
 
 W = SparseInt.from_dense(integers(21, 40, 0.5, 8, 8))
 test_opcheck = common.opcheck(
-    [(SPARSE, (W.vectors, int8(40, 5))), (SAMPLED, (int8(21, 6), int8(40, 6), W.pattern.index, W.pattern.offsets, 8))]
+    [(SPARSE, (W.vectors, int8(40, 5))), (SAMPLED, (int8(21, 6), int8(40, 6), *W.vectors[1:3], 8))]
 )
 
 # odd sizes, one row, one column of x, more than one tile of columns and of vectors
@@ -56,11 +56,13 @@ def test_the_product_is_exact(V, bits, density):
 def test_the_sampled_product_is_exact(V, density):
     for M, N, E in SHAPES:
         strips = -(-M // V)
-        pattern = Pattern.from_mask(torch.rand(strips, N) < density, M, V)
+        mask = (torch.rand(strips, N) < density).repeat_interleave(V, 0)[:M]
+        pattern = SparseInt.from_dense(mask.int(), block=V)
+        vectors = pattern.vectors
         q, k = int8(M, E), int8(N, E)
         whole = torch.nn.functional.pad(q.long() @ k.long().t(), (0, 0, 0, strips * V - M)).view(strips, V, N)
-        want = whole[pattern.strips, :, pattern.index.long()].int()
-        args = (q, k, pattern.index, pattern.offsets, V)
+        want = whole[strips_of(vectors.offsets, len(vectors.column_index)), :, vectors.column_index.long()].int()
+        args = (q, k, vectors.column_index, vectors.offsets, V)
         for name in ("reference", *LAUNCHES):
             y = getattr(SAMPLED, name)(*(t.to(DEVICE) if isinstance(t, torch.Tensor) else t for t in args))
             assert y.dtype == torch.int32 and torch.equal(y.cpu(), want), name
@@ -129,7 +131,10 @@ def test_any_numbers(data, V, bits):
 
 def test_a_row_that_a_kernel_leaves_out_is_seen(planted):
     def without_the_last(right, w, x):
-        return right(w._replace(index=w.index.clone().index_fill_(0, w.index.new_tensor([-1]).long(), 0)), x)
+        return right(
+            w._replace(column_index=w.column_index.clone().index_fill_(0, torch.tensor([len(w.column_index) - 1]), 0)),
+            x,
+        )
 
     a, x = integers(21, 40, 1.0, 8, 8), int8(40, 5)
     planted("sparse_matmul", without_the_last)
@@ -138,22 +143,27 @@ def test_a_row_that_a_kernel_leaves_out_is_seen(planted):
 
 def test_compile():
     x, q, k = int8(40, 5), int8(21, 6), int8(40, 6)
-    f = lambda x, q, k: (sparse_matmul(W, x), sampled_matmul(q, k, W.pattern))
+    f = lambda x, q, k: (sparse_matmul(W, x), sampled_matmul(q, k, W))
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
     for ours, eager in zip(compiled(x, q, k), f(x, q, k), strict=True):
         assert torch.equal(ours, eager)
 
 
+X = r"x must be int8 \[40, \.\] on cpu, where the sparse matrix is, got"
 ERRORS = [
-    (lambda: sparse_matmul(W, int8(39, 5)), "sparse_matmul: x must have the 40 rows that w has columns, got 39"),
-    (lambda: sparse_matmul(W, torch.zeros(40, 5)), r"x must be int8 \[40, N\], got torch.float32 \(40, 5\)"),
-    (lambda: sparse_matmul(W, int8(40)), r"x must be int8 \[40, N\], got torch.int8 \(40,\)"),
-    (lambda: sparse_matmul(W, int8(40, 5).to("meta")), "x is on meta, and the sparse matrix on cpu"),
-    (lambda: sampled_matmul(int8(20, 6), int8(40, 6), W.pattern), "q must have 21 rows as the pattern .*, got 20"),
-    (lambda: sampled_matmul(int8(21, 6), int8(40, 7), W.pattern), "q and k must be equally wide, got 6 and 7"),
-    (lambda: sampled_matmul(int8(21, 6).int(), int8(40, 6), W.pattern), "q must be int8"),
+    (lambda: sparse_matmul(W, int8(39, 5)), rf"sparse_matmul: {X} torch.int8 \(39, 5\)"),
+    (lambda: sparse_matmul(W, torch.zeros(40, 5)), rf"{X} torch.float32 \(40, 5\)"),
+    (lambda: sparse_matmul(W, int8(40)), rf"{X} torch.int8 \(40,\)"),
+    (lambda: sparse_matmul(W, int8(40, 5).to("meta")), rf"{X} torch.int8 \(40, 5\) on meta"),
     (
-        lambda: sampled_matmul(*(torch.empty(n, 131072, dtype=torch.int8) for n in W.shape), W.pattern),
+        lambda: sampled_matmul(int8(20, 6), int8(40, 6), W),
+        r"sampled_matmul: q must be int8 \[21, .*, got torch.int8 \(20",
+    ),
+    (lambda: sampled_matmul(int8(21, 6), int8(39, 6), W), r"k must be int8 \[40, .*, got torch.int8 \(39, 6\)"),
+    (lambda: sampled_matmul(int8(21, 6), int8(40, 7), W), "q and k must be equally wide, got 6 and 7"),
+    (lambda: sampled_matmul(int8(21, 6).int(), int8(40, 6), W), "q must be int8"),
+    (
+        lambda: sampled_matmul(*(torch.empty(n, 131072, dtype=torch.int8) for n in W.shape), W),
         "q must have at most 131071 columns, or a sum may overflow, got 131072",
     ),
 ]

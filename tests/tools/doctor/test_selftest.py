@@ -46,7 +46,7 @@ def test_rounding_takes_at_most_half_of_the_limit(seed):
 
 
 def test_every_public_function_has_a_case():
-    others = {"rope_table", "Routing", "Pattern", "SparseInt"}  # whose results the cases of functions take
+    others = {"rope_table", "Routing", "SparseInt"}  # whose results the cases of functions take
     assert {case.name.split(",")[0] for case in CASES} == set(kernels.__all__) - others
 
 

@@ -105,9 +105,9 @@ def sparse_matmul_launch(w: Vectors, x: Tensor) -> Tensor:
     return y
 
 
-def sampled_matmul_launch(q: Tensor, k: Tensor, index: Tensor, offsets: Tensor, block: int) -> Tensor:
+def sampled_matmul_launch(q: Tensor, k: Tensor, column_index: Tensor, offsets: Tensor, block: int) -> Tensor:
     """Launches sampled_matmul."""
-    q, k, index, offsets = (t.contiguous() for t in (q, k, index, offsets))
+    q, k, index, offsets = (t.contiguous() for t in (q, k, column_index, offsets))
     (M, E), strips = q.shape, len(offsets) - 1
     y = q.new_empty(len(index), block, dtype=torch.int32)
     config = dict(V=block, BI=BI, BE=BE, SHARE=SHARE, num_warps=4)

@@ -150,24 +150,14 @@ def _experts_added(dy: Tensor, x: Tensor, total: Tensor, offsets: Tensor) -> Ten
 
 def _sparse(numbers: Callable[..., Tensor]) -> list[SelfTest]:
     """Integers, which are as exact in every dtype."""
-    weight, x, y = (
-        (numbers(256, rows * columns) - 128).view(rows, columns) for rows, columns in ((M, D), (D, V), (M, V))
-    )
-    weight = weight * (numbers(2, M * D).view(M, D))
-    factors = dict(weight=weight, x=x.to(torch.int8))
-    sampled = dict(weight=weight, q=y.to(torch.int8), k=x.to(torch.int8))
+    int8 = lambda rows, columns: (numbers(256, rows * columns) - 128).view(rows, columns).to(torch.int8)
+    weight = int8(M, D) * numbers(2, M * D).view(M, D)
+    product = lambda weight, x: sparse_matmul(SparseInt.from_dense(weight), x)
+    sampled = lambda weight, q, k: sampled_matmul(q, k, SparseInt.from_dense(weight))
     return [
-        SelfTest("sparse_matmul", _sparse_product, {}, factors, backward=False),
-        SelfTest("sampled_matmul", _sampled_product, {}, sampled, backward=False),
+        SelfTest("sparse_matmul", product, {}, dict(weight=weight, x=int8(D, V)), backward=False),
+        SelfTest("sampled_matmul", sampled, {}, dict(weight=weight, q=int8(M, V), k=int8(D, V)), backward=False),
     ]
-
-
-def _sparse_product(weight: Tensor, x: Tensor) -> Tensor:
-    return sparse_matmul(SparseInt.from_dense(weight), x)
-
-
-def _sampled_product(weight: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return sampled_matmul(q, k, SparseInt.from_dense(weight).pattern)
 
 
 def _attentions(random: Callable[..., Tensor], drop: dict[str, Any]) -> list[SelfTest]:
