@@ -1,7 +1,11 @@
 """SparseLinear: what it computes, the same bits at every split, made from trained layers, saved and loaded."""
 
+import json
+
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.common import fake_tp, make_tp
@@ -172,6 +176,10 @@ ERRORS = [
     (lambda: SparseLinear(weight_and_rows()[0], torch.ones(3)), r"bias must be floating \[24\] or None, got .* \(3,\)"),
     (lambda: SparseLinear(weight_and_rows()[0])(torch.ones(2, N)), r"x must be \[..., 36\], got \(2, 24\)"),
     (
+        lambda: SparseLinear(weight_and_rows()[0])(torch.ones(2, K).int()),
+        r"x must be floating, got torch.int32 \(2, 36\)",
+    ),
+    (
         lambda: SparseLinear(weight_and_rows()[0])(torch.ones(2, K, requires_grad=True)),
         "x must need no gradient, for there is none: it is for inference, under torch.no_grad()",
     ),
@@ -210,16 +218,25 @@ def test_files_that_cannot_be_are_an_error_on_every_rank(ranks, tmp_path):
         assert "cannot be written" in text
 
 
-def test_a_file_with_an_index_beyond_its_columns(tmp_path):
-    """It would be read beyond the rows of x."""
-    from safetensors import safe_open
-    from safetensors.torch import load_file, save_file
+SPOILT = [
+    (dict(column_index=torch.full((60,), K)), {}, ""),
+    (dict(values=torch.tensor(1)), {}, ""),
+    (dict(offsets=None), {}, "offsets"),
+    (dict(bias=torch.ones(3)), {}, "bias must be floating"),
+    ({}, dict(bits=[8]), ""),
+    ({}, dict(rows="24"), ""),
+    ({}, dict(columns=None), ""),
+]
 
-    SparseLinear(weight_and_rows()[0]).save(tmp_path / "file")
-    with safe_open(tmp_path / "file", "pt") as file:
-        metadata = file.metadata()
-    tensors = load_file(tmp_path / "file")
-    tensors["column_index"][3] = K
-    save_file(tensors, tmp_path / "file", metadata)
-    with pytest.raises(ValueError, match="is no file of SparseLinear.save: .*column_index must lie in 0 to 35"):
-        SparseLinear.load(tmp_path / "file")
+
+@pytest.mark.parametrize("tensors, fields, match", SPOILT)
+def test_a_spoilt_file(tmp_path, tensors, fields, match):
+    """What would be read beyond the rows of x, and what is no file of it."""
+    path = tmp_path / "file"
+    SparseLinear(weight_and_rows()[0]).save(path)
+    with safe_open(path, "pt") as file:
+        ((name, text),) = file.metadata().items()
+    whole = {key: t for key, t in (load_file(path) | tensors).items() if t is not None}
+    save_file(whole, path, {name: json.dumps(json.loads(text) | fields)})
+    with pytest.raises(ValueError, match=f"SparseLinear: .*{match}"):
+        SparseLinear.load(path)

@@ -15,7 +15,6 @@ gives the same bits.
 
 import json
 import os
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -119,7 +118,7 @@ class SparseLinear(ParallelModule):
     @property
     def vectors(self) -> Vectors:
         """This rank's slice, as kernels read it."""
-        return Vectors(self.values, self.column_index, self.offsets, self.rows, self.bits)
+        return Vectors(self.values, self.column_index, self.offsets, rows=self.rows, bits=self.bits)
 
     @property
     def scale(self) -> Tensor:
@@ -132,6 +131,7 @@ class SparseLinear(ParallelModule):
         A row with NaN or an infinity gives NaN.  ValueError for another width, and where a gradient is needed.
         """
         check_width("SparseLinear", x, self.width)
+        check(x.is_floating_point(), f"SparseLinear: x must be floating, got {described(x)}")
         check(
             not (torch.is_grad_enabled() and x.requires_grad),
             "SparseLinear: x must need no gradient, for there is none: it is for inference, under torch.no_grad()",
@@ -162,7 +162,7 @@ class SparseLinear(ParallelModule):
         dim = SPLITS[self.split]
         whole = SparseInt.from_dense(torch.cat(dense, dim), 1.0, self.block, self.bits)
         joined = lambda vectors: torch.cat(vectors) if dim == 0 else vectors[0]
-        tensors: dict[str, Any] = dict(zip(Vectors._fields[:3], whole.vectors[:3]), scale=joined(scale))
+        tensors: dict[str, Tensor] = dict(zip(Vectors._fields[:3], whole.vectors[:3]), scale=joined(scale))
         if bias[0] is not None:
             tensors["bias"] = joined(bias)
         kind = dict(split=self.split, rows=whole.shape[0], columns=whole.columns, bits=self.bits)
@@ -188,9 +188,9 @@ class SparseLinear(ParallelModule):
                     kind = json.loads((file.metadata() or {})[FORMAT])
                     tensors = {name: file.get_tensor(name) for name in file.keys()}
                 values, index, offsets = (tensors[name] for name in Vectors._fields[:3])
-                vectors = Vectors(values, index, offsets, kind["rows"], kind["bits"])
+                vectors = Vectors(values, index, offsets, rows=kind["rows"], bits=kind["bits"])
                 return SparseInt(vectors, kind["columns"], tensors["scale"]), tensors.get("bias"), kind["split"]
-            except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            except (SafetensorError, LookupError, TypeError, ValueError) as error:
                 raise ValueError(f"SparseLinear: {path} is no file of SparseLinear.save: {error}") from error
 
         weight, bias, split = messages.together(read, [None if tp is None else tp.group])

@@ -7,9 +7,9 @@ from tests.kernels.kernel_rules import DEVICE
 from tests.kernels.samples import int8
 from tpfuse.kernels import SparseInt
 from tpfuse.kernels.runtime.op import OPS
-from tpfuse.kernels.sparse.cost import Rates, break_even
+from tpfuse.kernels.sparse.cost import DeviceRates, break_even
 
-H100 = Rates(memory=3350, gathered=5500, matrix=989)
+H100 = DeviceRates(memory=3350, gathered=5500, matrix=989)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="counted by the interpreter")

@@ -92,7 +92,7 @@ def test_the_limit_of_a_row(bits, magnitude, most):
 
 INDEX, OFFSETS = torch.tensor([0, 3], dtype=INT32), torch.tensor([0, 1, 2], dtype=INT32)
 VALUES = torch.zeros(1, 2, 8, dtype=torch.int8)
-VECTORS = Vectors(VALUES, INDEX, OFFSETS, 9, 8)
+VECTORS = Vectors(VALUES, INDEX, OFFSETS, rows=9, bits=8)
 
 
 def changed(columns=4, scale=None, **fields):

@@ -173,3 +173,16 @@ ERRORS = [
 def test_errors(call, match):
     with pytest.raises(ValueError, match=match):
         call()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("V, bits", [(8, 8), (8, 4), (16, 16), (64, 8)])
+def test_on_a_gpu(V, bits):
+    """Twice the same, and exactly the reference, at the sizes of a layer."""
+    a = integers(4095, 1021, 0.1, V, bits)
+    w, x = SparseInt.from_dense(a, block=V, bits=bits).to(DEVICE), int8(1021, 2051).to(DEVICE)
+    y = SPARSE.launch(w.vectors, x)
+    assert torch.equal(y, SPARSE.reference(w.vectors, x)) and torch.equal(y, SPARSE.launch(w.vectors, x))
+    q, k = int8(4095, 200).to(DEVICE), int8(1021, 200).to(DEVICE)
+    places = *w.vectors[1:3], V
+    assert torch.equal(SAMPLED.launch(q, k, *places), SAMPLED.reference(q, k, *places))

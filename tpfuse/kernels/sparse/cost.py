@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from ..runtime.op import Cost, moved
 
 
-class Rates(NamedTuple):
-    """Rates of a device: GB/s of memory, GB/s at which rows that were read before are read again, TFLOP/s."""
+class DeviceRates(NamedTuple):
+    """DeviceRates of a device: GB/s of memory, GB/s at which rows that were read before are read again, TFLOP/s."""
 
     memory: float
     gathered: float
@@ -30,7 +30,9 @@ def sampled_matmul_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost
     return Cost(moved(q[: n * block], k[:n], index, offsets), moved(*outputs), flops=2 * n * block * q.shape[1])
 
 
-def break_even(shape: tuple[int, int, int], rates: Rates, *, block: int, bits: int = 8, element: int = 2) -> float:
+def break_even(
+    shape: tuple[int, int, int], rates: DeviceRates, *, block: int, bits: int = 8, element: int = 2
+) -> float:
     """Returns the density up to which a sparse product is faster than a dense one, both as fast as ``rates`` allow; 0
     to 1.
 

@@ -141,16 +141,16 @@ class SparseInt:
         _check_kind(block, bits)
         check_number("SparseInt: density", density, number(0, 1))
         (rows, columns), strips = weight.shape, -(-len(weight) // block)
-        wide = weight.detach().to(torch.float32 if weight.dtype == torch.float32 else torch.float64)
-        check(bool(wide.isfinite().all()), "SparseInt: weight must be finite")
-        wide = pad(wide, (0, 0, 0, strips * block - rows)).view(strips, block, columns)
-        norms = wide.square().sum(1).flatten()
+        w = weight.detach().to(torch.float32 if weight.dtype == torch.float32 else torch.float64)
+        check(bool(w.isfinite().all()), "SparseInt: weight must be finite")
+        w = pad(w, (0, 0, 0, strips * block - rows)).view(strips, block, columns)
+        norms = w.square().sum(1).flatten()
         places = norms.sort(descending=True, stable=True).indices[: round(density * len(norms))]
         places = places[norms[places] > 0].sort().values
         strip, column = places // max(columns, 1), places % max(columns, 1)
-        vectors, scale = wide[strip, :, column], None
+        vectors, scale = w[strip, :, column], None
         if weight.is_floating_point():
-            largest = wide.new_zeros(strips, block)
+            largest = w.new_zeros(strips, block)
             largest.scatter_reduce_(0, strip[:, None].expand_as(vectors), vectors.abs(), "amax")
             scale = torch.where(largest > 0, largest / RANGES[bits][1], 1.0).float().clamp(min=_LEAST_SCALE)
             vectors = (vectors / scale[strip]).round().clamp(*RANGES[bits])
@@ -178,7 +178,7 @@ class SparseInt:
 
     def to(self, device: torch.device | str) -> "SparseInt":
         values, index, offsets, *kind = self.vectors
-        vectors = Vectors(values.to(device), index.to(device), offsets.to(device), *kind)
+        vectors = Vectors._make([values.to(device), index.to(device), offsets.to(device), *kind])
         return SparseInt(vectors, self.columns, None if self.scale is None else self.scale.to(device))
 
 
@@ -200,5 +200,5 @@ def _packed(
         strips, order = torch.cat([strips, odd]).sort(stable=True)
         columns, numbers = pad(columns, (0, len(odd)))[order], pad(numbers, (0, 0, 0, len(odd)))[order]
     ends = pad(torch.bincount(strips, minlength=count).cumsum(0), (1, 0))
-    vectors = Vectors(pack(numbers, bits), columns.int(), ends.int(), shape[0], bits)
+    vectors = Vectors(pack(numbers, bits), columns.int(), ends.int(), rows=shape[0], bits=bits)
     return SparseInt(vectors, shape[1], scale)

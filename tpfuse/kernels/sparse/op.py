@@ -62,4 +62,4 @@ def sampled_matmul(q: Tensor, k: Tensor, pattern: SparseInt) -> Tensor:
         _check_operand(f"sampled_matmul: {name}", x, n, vectors.values.device)
     check(k.shape[1] == E, f"sampled_matmul: q and k must be equally wide, got {E} and {k.shape[1]}")
     check(E <= WIDEST, f"sampled_matmul: q must have at most {WIDEST} columns, or a sum may overflow, got {E}")
-    return sampled_matmul_op(q, k, vectors.column_index, vectors.offsets, pattern.block)
+    return sampled_matmul_op(q, k, *vectors[1:3], pattern.block)

@@ -36,8 +36,8 @@ def _csr(w: Vectors, columns: int, dtype: torch.dtype) -> Tensor:
     """Returns the matrix, whole strips of it: row v of a strip has the elements v of its vectors."""
     numbers, strips, begins = unpack(w.values, w.bits), strips_of(w.offsets, len(w.column_index)), w.offsets.long()
     V, counts = numbers.shape[1], begins.diff()
-    first = begins[strips] * (V - 1) + torch.arange(len(strips))
-    places = first[:, None] + torch.arange(V) * counts[strips][:, None]
+    begin = begins[strips] * (V - 1) + torch.arange(len(strips))
+    places = begin[:, None] + torch.arange(V) * counts[strips][:, None]
     values, index = torch.empty(numbers.numel(), dtype=dtype), torch.empty(numbers.numel(), dtype=torch.int64)
     values[places], index[places] = numbers.to(dtype), w.column_index.long()[:, None].expand_as(places)
     ends = torch.nn.functional.pad(counts.repeat_interleave(V).cumsum(0), (1, 0))

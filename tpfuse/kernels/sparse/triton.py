@@ -21,10 +21,10 @@ BI, BE, SHARE = 64, 64, 4  # vectors and columns of a turn; programs that share 
 
 
 @triton.jit
-def _rows(x_ptr, index_ptr, at, end, n, N, stride_k):
-    """Returns [BN, BK]: columns n of the rows of x that the vectors ``at`` name, turned; 0 beyond ``end``."""
-    k = tl.load(index_ptr + at, mask=at < end, other=0).to(tl.int64)
-    mask = (at < end)[:, None] & (n < N)[None, :]
+def _rows(x_ptr, index_ptr, place, end, n, N, stride_k):
+    """Returns [BN, BK]: columns n of the rows of x that the vectors ``place`` name, turned; 0 beyond ``end``."""
+    k = tl.load(index_ptr + place, mask=place < end, other=0).to(tl.int64)
+    mask = (place < end)[:, None] & (n < N)[None, :]
     return tl.trans(tl.load(x_ptr + k[:, None] * stride_k + n[None, :], mask=mask, other=0))
 
 
@@ -39,19 +39,19 @@ def _sparse_matmul_kernel(
     BITS: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     strip, tile = tl.program_id(0) % strips, tl.program_id(0) // strips
-    first, end = tl.load(offsets_ptr + strip), tl.load(offsets_ptr + strip + 1)
+    begin, end = tl.load(offsets_ptr + strip), tl.load(offsets_ptr + strip + 1)
     n, v, t = tile.to(tl.int64) * BN + tl.arange(0, BN), tl.arange(0, V), tl.arange(0, BK)
     acc, high = tl.zeros([BN, V], tl.int32), tl.zeros([BN, V], tl.int32)
     PER: tl.constexpr = 2 if BITS == 4 else 1  # vectors a byte
-    for s in tl.range(first, end, PER * BK):
-        at = s + PER * t
-        live = (at < end)[:, None]
+    for s in tl.range(begin, end, PER * BK):
+        place = s + PER * t
+        live = (place < end)[:, None]
         a_ptr = values_ptr + (s // PER + t).to(tl.int64)[:, None] * V + v[None, :]
         a = tl.load(a_ptr, mask=live, other=0)
-        x = _rows(x_ptr, index_ptr, at, end, n, N, stride_k)
+        x = _rows(x_ptr, index_ptr, place, end, n, N, stride_k)
         if BITS == 4:
             acc = tl.dot(x, ((a << 4).to(tl.int8) >> 4).to(tl.int8), acc, out_dtype=tl.int32)
-            odd = _rows(x_ptr, index_ptr, at + 1, end, n, N, stride_k)
+            odd = _rows(x_ptr, index_ptr, place + 1, end, n, N, stride_k)
             acc = tl.dot(odd, (a >> 4).to(tl.int8), acc, out_dtype=tl.int32)
         else:
             acc = tl.dot(x, a, acc, out_dtype=tl.int32)
@@ -74,20 +74,20 @@ def _sampled_matmul_kernel(
     V: tl.constexpr, BI: tl.constexpr, BE: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     strip, share = tl.program_id(0) % strips, tl.program_id(0) // strips
-    first, end = tl.load(offsets_ptr + strip), tl.load(offsets_ptr + strip + 1)
+    begin, end = tl.load(offsets_ptr + strip), tl.load(offsets_ptr + strip + 1)
     v, i, e = tl.arange(0, V), tl.arange(0, BI), tl.arange(0, BE)
     m = strip.to(tl.int64) * V + v
-    for s in tl.range(first + share * BI, end, BI * SHARE):
-        at = s + i
-        live = (at < end)[:, None]
-        rows = tl.load(index_ptr + at, mask=at < end, other=0).to(tl.int64) * E
+    for s in tl.range(begin + share * BI, end, BI * SHARE):
+        place = s + i
+        live = (place < end)[:, None]
+        rows = tl.load(index_ptr + place, mask=place < end, other=0).to(tl.int64) * E
         acc = tl.zeros([BI, V], tl.int32)
         for c in tl.range(0, E, BE):
             within = (c + e < E)[None, :]
             k = tl.load(k_ptr + rows[:, None] + (c + e)[None, :], mask=live & within, other=0)
             q = tl.load(q_ptr + m[:, None] * E + (c + e)[None, :], mask=(m < M)[:, None] & within, other=0)
             acc = tl.dot(k, tl.trans(q), acc, out_dtype=tl.int32)
-        tl.store(y_ptr + at.to(tl.int64)[:, None] * V + v[None, :], acc, mask=live)
+        tl.store(y_ptr + place.to(tl.int64)[:, None] * V + v[None, :], acc, mask=live)
 
 
 def sparse_matmul_launch(w: Vectors, x: Tensor) -> Tensor:

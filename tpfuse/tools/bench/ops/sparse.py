@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ....kernels import SparseInt
-from ....kernels.sparse.cost import Rates, break_even
+from ....kernels.sparse.cost import DeviceRates, break_even
 from ....kernels.sparse.format import Vectors
 from ....kernels.sparse.op import sparse_matmul_op
 from ..definition import DTYPES, Bench, Random, Shape
@@ -20,7 +20,7 @@ def inputs(random: Random, M: int, N: int, K: int, V: int, percent: int) -> tupl
 
 
 def tpfuse(dense: Tensor, x: Tensor, numbers: Tensor, values: Tensor, column_index: Tensor, offsets: Tensor) -> Tensor:
-    y: Tensor = sparse_matmul_op(Vectors(values, column_index, offsets, len(dense), 8), numbers)
+    y: Tensor = sparse_matmul_op(Vectors(values, column_index, offsets, rows=len(dense), bits=8), numbers)
     return y
 
 
@@ -31,7 +31,7 @@ def dense(dense: Tensor, x: Tensor, *vectors: Tensor) -> Tensor:
 def remark(card: Card, dtype: str, shape: Shape) -> str:
     """Says up to which density it pays, by the roofline."""
     M, N, K, V, _ = shape
-    rates = lambda faster: Rates(card.copy_gbs, faster * card.copy_gbs, card.matrix_tflops[dtype])
+    rates = lambda faster: DeviceRates(card.copy_gbs, faster * card.copy_gbs, card.matrix_tflops[dtype])
     at = [f"{break_even((M, N, K), rates(n), block=V, element=DTYPES[dtype].itemsize):.1%}" for n in (1, 2, 4)]
     return (
         f"sparse {M}x{N}x{K}, vectors of {V}, {dtype}: by the roofline it pays up to a density of {at[0]} where rows of"
@@ -42,7 +42,7 @@ def remark(card: Card, dtype: str, shape: Shape) -> str:
 BENCH = Bench(
     name="sparse",
     axes=("M", "N", "K", "V", "percent"),
-    shapes=tuple((4096, 4096, 1024, V, percent) for V in (8, 64) for percent in (2, 5, 10, 20, 50)),
+    shapes=tuple((4096, 4096, 1024, *kind) for kind in ((8, 2), (8, 5), (8, 10), (8, 20), (64, 20), (64, 50))),
     cpu_shapes=tuple((2048, 256, 2048, 8, percent) for percent in (2, 5, 10, 20, 50)),
     inputs=inputs,
     providers=dict(tpfuse=tpfuse, torch=dense),
