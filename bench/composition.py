@@ -17,8 +17,9 @@ PAGE, RESULTS = documents.DOCS / "composition.md", pathlib.Path(__file__).with_n
 COMMAND, PART, ERRORS = "bench.composition", "composition", "refusals"
 COLUMNS = [
     "DDP", "FSDP2", "torch.compile", "recompute", "autocast", "LoRA", "packed documents", "MainGrad",
-    "context parallelism",
+    "context parallelism", "bitwise",
 ]  # fmt: skip
+EQUAL = "0e+00"  # an error: the same bits
 MODELS = ["GPT-2", "Llama", "Mixtral", "BERT", "parallelize", "own model of layers"]
 ROWS = [
     *MODELS,
@@ -33,6 +34,7 @@ ROWS = [
     "autocast",
     "MainGrad",
     "context parallelism",
+    "bitwise",
     "GradScaler",
     "clipping by torch",
     "label smoothing and z-loss",
@@ -54,7 +56,13 @@ AT_ONCE_COMPILED = [
     ("Llama", "packed documents"),
     ("BERT", "recompute"),
 ]
+AT_ONCE_BITWISE = [("GradScaler", "label smoothing and z-loss"), AT_ONCE[1], AT_ONCE[2][:-1]]  # others stand alone
+AT_ONCE_OF = {"torch.compile": AT_ONCE_COMPILED, "bitwise": AT_ONCE_BITWISE}
 REFUSED = {  # words of the error
+    ("overlap", "bitwise"): "overlap='pairwise' adds in another order than bitwise",
+    ("bitwise", "context parallelism"): "cp= is not built for bitwise=4",
+    ("state_dict in torch's checkpoints", "bitwise"): "in slices of whole leaves, which no DTensor has",
+    ("bitwise", "FSDP2"): "in the order of its rings, and with bitwise=4 they are a tree",
     ("MainGrad", "DDP"): "leave DistributedDataParallel off and give MainGrad the data-parallel group",
     ("MainGrad", "FSDP2"): "as_dtensor: the model's gradients are in main_grad",
 }
@@ -62,6 +70,10 @@ NOT_APPLICABLE = {
     ("BERT", "packed documents"): "BERT takes no packed documents",
     ("parallelize", "packed documents"): "transformers' forward has no such argument",
     ("own model of layers", "packed documents"): "a matter of the model's own forward",
+    (
+        "clipping by torch",
+        "bitwise",
+    ): "on one rank it is torch's own; tpfuse.clip_grad_norm_ has the same bits everywhere",
 }
 
 
@@ -88,7 +100,8 @@ def table(results: dict[str, dict[str, str]]) -> str:
 def _cell(results: dict[str, dict[str, str]], row: str, column: str) -> str:
     if row == column or (row, column) in NOT_APPLICABLE:
         return "–"
-    return (results.get(row, {}).get(column) or results.get(column, {}).get(row) or "not tested").partition(":")[0]
+    outcome = results.get(row, {}).get(column) or results.get(column, {}).get(row) or "not tested"
+    return "equal" if outcome == EQUAL else outcome.partition(":")[0]
 
 
 def refusals(results: dict[str, dict[str, str]]) -> str:

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tpfuse
-from bench.composition import AT_ONCE, AT_ONCE_COMPILED, COLUMNS, MODELS, NOT_APPLICABLE, REFUSED, ROWS
+from bench.composition import AT_ONCE, AT_ONCE_OF, COLUMNS, MODELS, NOT_APPLICABLE, REFUSED, ROWS
 from tests.common import error
 from tests.models.common import default_dtype, whole
 from tpfuse import TensorParallel, as_dtensor, make_rng
@@ -66,6 +66,7 @@ OTHERS = {
 BERT = BertConfig(**SIZES, **NO_DROPOUT)
 EVERYDAY = {"packed documents"}
 CONTEXT = "context parallelism"
+BITWISE = "bitwise"  # whose sums are those of one process, to the bit
 ONE_BLOCK = "one block"  # of compiled models: most of their time goes into tracing blocks
 SHARES, PER_SHARE, SEQ, STEPS = 2, 2, 12, 2  # a step's samples are in two shares: of two replicas, or one after another
 CHANGES = {
@@ -75,6 +76,7 @@ CHANGES = {
     "autocast",
     "label smoothing and z-loss",
     "clipping by torch",
+    BITWISE,
     ONE_BLOCK,
 }
 FP32, ROUNDINGS = 2e-6, 2.0  # under autocast: so many times what bf16 makes of one process's fp32
@@ -100,7 +102,7 @@ class Job(NamedTuple):
 def jobs_of(column: str) -> list[Job]:
     """A row that is a column too is in the first of the two."""
     rows = [row for row in ROWS if row not in COLUMNS or COLUMNS.index(column) < COLUMNS.index(row)]
-    at_once = AT_ONCE_COMPILED if column == "torch.compile" else AT_ONCE
+    at_once = AT_ONCE_OF.get(column, AT_ONCE)
     apart = [(row,) for row in rows if row not in itertools.chain(*at_once)]
     jobs = [_job(shared, column) for shared in (*apart, *at_once)]
     return [job for job in jobs if (job.rows[0], column) not in NOT_APPLICABLE]
@@ -216,7 +218,13 @@ class Run:
         self.dp, self.replica = dp, self.mesh["dp"].get_local_rank()
         overlap = "pairwise" if "overlap" in on else "off"
         pieces = self.mesh["cp"] if cp > 1 else None
-        tp = TensorParallel(self.mesh["tp"], sequence_parallel="sequence parallelism" in on, overlap=overlap, cp=pieces)
+        tp = TensorParallel(
+            self.mesh["tp"],
+            sequence_parallel="sequence parallelism" in on,
+            overlap=overlap,
+            cp=pieces,
+            bitwise=4 if BITWISE in on else None,
+        )
         self.model = make(name, on, tp, self.mesh["dp"])
         if "LoRA" in on:
             tpfuse.add_lora(self.model, rank=2, alpha=4.0, seed=3)
@@ -315,8 +323,10 @@ def alone(world, jobs: list[Job], folder: str) -> list[dict[str, Any]]:
     """-> what one process gives for each job."""
     run = functools.cache(functools.partial(trained, world))
     limit = functools.cache(lambda name, on: ROUNDINGS * max(errors(run(name, on), run(name, on - AUTOCAST)).values()))
-    keys = [(job.name, job.on & CHANGES) for job in jobs]
-    return [run(*key) | {"limit": limit(*key) if key[1] & AUTOCAST else FP32} for key in keys]
+    changes = lambda job: CHANGES | {"MainGrad"} if BITWISE in job.on else CHANGES  # whose sums have other bits
+    keys = [(job.name, job.on & changes(job)) for job in jobs]
+    limit_of = lambda key: 0.0 if BITWISE in key[1] else limit(*key) if key[1] & AUTOCAST else FP32
+    return [run(*key) | {"limit": limit_of(key)} for key in keys]
 
 
 def outcome(world, job: Job, exact: dict[str, Any], folder: str) -> str:

@@ -33,9 +33,10 @@ class TensorParallel:
 
     ``group``: a one-dimensional DeviceMesh, a ProcessGroup, or nothing (size 1, no process group needed).
     ``sequence_parallel``: between GEMMs each rank holds 1/R of the rows (Korthikanti et al. 2022, arXiv:2205.05198);
-    else all of them.  ``overlap``: hides messages behind GEMMs; results stay the same to rounding, as a GEMM of fewer
-    rows may add in another order.  "off": not; "pairwise": tiles travel piece by piece while others are multiplied
-    (gloo and NCCL groups; a ValueError elsewhere); "auto": pairwise where it was measured to win.
+    else all of them.  ``overlap``: hides messages behind GEMMs, and those of exchanged heads behind attention; results
+    stay the same to rounding, as a GEMM of fewer rows may add in another order.  "off": not; "pairwise": tiles travel
+    piece by piece while others are multiplied (gloo and NCCL groups; a ValueError elsewhere); "auto": pairwise where it
+    was measured to win.
 
     ``one_machine``: all ranks of a gloo group are on one machine, where the cores that multiply also copy messages, so
     that "auto" hides none.
@@ -162,7 +163,7 @@ class TensorParallel:
             agree(context, Header("TensorParallel", axis="context-parallel"), shared)
             if self.size > 1:
                 name = call_group(context, pieces)
-        cp = TensorParallel(context, sequence_parallel=self.sequence_parallel, overlap="off")
+        cp = TensorParallel(context, sequence_parallel=self.sequence_parallel, overlap=self.overlap)
         cp.__dict__["axis"] = "context-parallel"
         self.__dict__.update(cp=cp, call_group_name=name)
 

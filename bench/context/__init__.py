@@ -10,6 +10,9 @@ Two ranks, one thread each, take turns in the same processes, so that what slows
                  keys) and "ring" (ring.py: keys and values travel, as PyTorch's and other libraries' kernels have it);
                  8 query heads with 8 kv heads, and with 1
     a step       of training a Llama of 4 layers: cp 2 by heads, by keys, and tp 2 with sequence parallelism
+    a prompt     the same models' forward without gradients
+
+"pairwise" is the overlap of messages, which the others have "off".
 
 PyTorch's own context_parallel has no implementation for CPUs, so that its kind is measured by ring.py alone.
 
@@ -24,9 +27,10 @@ import pathlib
 from bench._parser import check_rounds, parser_of
 
 HEADS = 8
-ATTENTION = {"8 kv heads": 8, "1 kv head": 1}
-KINDS = "heads", "keys", "ring"
-MODELS = "cp 2, heads", "cp 2, keys", "tp 2"
+ATTENTION = {"attention, 8 kv heads": 8, "attention, 1 kv head": 1}
+KINDS = "heads", "heads, pairwise", "keys", "ring"
+MODELS = "cp 2, heads", "cp 2, heads, pairwise", "cp 2, keys", "tp 2", "tp 2, pairwise"
+GROUPS = dict.fromkeys(ATTENTION, KINDS) | dict.fromkeys(("a step", "a prompt"), MODELS)  # what is timed in turn
 LENGTHS = 1024, 2048, 4096, 8192
 RANKS = 1, 2, 4
 

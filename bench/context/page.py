@@ -6,7 +6,7 @@ python -m bench.context.page
 import pathlib
 
 from bench import documents
-from bench.context import ATTENTION, KINDS, MODELS, RANKS
+from bench.context import ATTENTION, GROUPS, KINDS, RANKS
 from bench.ddp.page import link, spread
 from bench.measured import NOT_YET, whole_result
 
@@ -30,15 +30,14 @@ def speed(result: dict) -> str:
     if not result.get("rows"):
         return f"Speed: {NOT_YET}."
     heads = "", "kind", *(f"{link(row)}: ms, over the first" for row in result["rows"])
-    groups = [(f"attention, {name}", name, KINDS) for name in ATTENTION] + [("a step", "a step", MODELS)]
     lines = []
-    for title, group, kinds in groups:
+    for group, kinds in GROUPS.items():
         for kind in kinds:
             cells = (
                 f"{1e3 * row[group]['seconds'][kind][1]:.0f}, {spread(row[group]['over'][kind])}"
                 for row in result["rows"]
             )
-            lines.append((title, kind, *cells))
+            lines.append((group, kind, *cells))
     return documents.table(heads, lines)
 
 
@@ -62,13 +61,14 @@ def draw(result: dict, path: pathlib.Path) -> None:
     left.set(xlabel="positions", ylabel="MiB a rank", title="memory of a training step", ylim=(0, None))
     left.legend(fontsize=7)
     places = [(row, group) for group in ATTENTION for row in result["rows"]]
+    width = 0.8 / len(KINDS)
     for i, kind in enumerate(KINDS):
         quartiles = [row[group]["seconds"][kind] for row, group in places]
-        places_of_kind = [x + 0.27 * (i - 1) for x in range(len(places))]
-        right.bar(places_of_kind, [1e3 * q[1] for q in quartiles], 0.25, label=kind)
+        places_of_kind = [x + width * (i - (len(KINDS) - 1) / 2) for x in range(len(places))]
+        right.bar(places_of_kind, [1e3 * q[1] for q in quartiles], 0.92 * width, label=kind)
         errors = [[1e3 * (q[1] - q[0]) for q in quartiles], [1e3 * (q[2] - q[1]) for q in quartiles]]
         right.errorbar(places_of_kind, [1e3 * q[1] for q in quartiles], errors, fmt="none", ecolor="k", linewidth=0.8)
-    right.set_xticks(range(len(places)), [f"{link(row)}\n{group}" for row, group in places], fontsize=6)
+    right.set_xticks(range(len(places)), [f"{link(row)}\n{group.split(', ')[1]}" for row, group in places], fontsize=6)
     right.set(ylabel="ms", title="attention of two ranks, forward and backward", ylim=(0, None))
     right.legend(fontsize=7)
     figure.tight_layout()

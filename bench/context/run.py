@@ -42,7 +42,7 @@ def measure(args: argparse.Namespace, gbit: float, ends: list[End]) -> dict[str,
 def timed(args: argparse.Namespace, gbit: float) -> dict[str, dict[str, list[float]]]:
     """Returns the seconds of each kind's steps by their group, on every rank alike."""
     progress, times = Progress(long=True), dict[str, dict[str, list[float]]]()
-    groups = {name: _attention(args.seq, count) for name, count in ATTENTION.items()} | {"a step": _models(args.seq)}
+    groups = {name: _attention(args.seq, count) for name, count in ATTENTION.items()} | _models(args.seq)
     for group, steps in groups.items():
         times[group] = {name: [] for name in steps}
         for i in range(args.rounds + 1):
@@ -74,13 +74,13 @@ def _attention(seq: int, groups: int) -> dict[str, Step]:
     do = torch.randn(n, HEADS * E)
     options = Options(seq=seq, causal=True, scale=E**-0.5)
 
-    def pieces(cp_kind: str) -> Step:
-        tp = TensorParallel(cp=dist.group.WORLD, cp_kind=cp_kind)
+    def pieces(cp_kind: str, overlap: str = "off") -> Step:
+        tp = TensorParallel(cp=dist.group.WORLD, cp_kind=cp_kind, overlap=overlap)
         return lambda: attend_pieces(qkv, options, tp).backward(do)
 
     q, k, v = (_heads(t).requires_grad_() for t in qkv.detach().split([Q, 1, 1], 2))
     ring = lambda: RingAttention.apply(q, k, v).backward(_heads(do.view(n, groups, Q, E)))
-    return dict(zip(KINDS, (pieces("heads"), pieces("keys"), ring), strict=True))
+    return dict(zip(KINDS, (pieces("heads"), pieces("heads", "pairwise"), pieces("keys"), ring), strict=True))
 
 
 def _heads(t: Tensor) -> Tensor:
@@ -88,16 +88,20 @@ def _heads(t: Tensor) -> Tensor:
     return t.flatten(1, 2).transpose(0, 1)[None].contiguous()
 
 
-def _models(seq: int) -> dict[str, Step]:
+def _models(seq: int) -> dict[str, dict[str, Step]]:
     world, ids = dist.group.WORLD, torch.randint(1000, (1, seq), generator=torch.Generator().manual_seed(0))
-    splits = [TensorParallel(cp=world, cp_kind=cp_kind) for cp_kind in KINDS[:2]]
-    splits.append(TensorParallel(world, sequence_parallel=True))
+    heads, keys = (dict(cp=world, cp_kind=cp_kind) for cp_kind in ("heads", "keys"))
+    whole = dict(group=world, sequence_parallel=True)
+    splits = [(heads, "off"), (heads, "pairwise"), (keys, "off"), (whole, "off"), (whole, "pairwise")]
 
-    def step(tp: TensorParallel) -> Step:
-        model = GPT(config(seq), tp=tp).train()
-        return lambda: model(ids, labels=ids).loss.backward()
-
-    return dict(zip(MODELS, map(step, splits), strict=True))
+    models = [GPT(config(seq), tp=TensorParallel(**ranks, overlap=overlap)).train() for ranks, overlap in splits]
+    loss = lambda model: model(ids, labels=ids).loss
+    step = lambda model: lambda: loss(model).backward()
+    prompt = lambda model: lambda: torch.no_grad()(loss)(model)
+    return {
+        "a step": dict(zip(MODELS, map(step, models), strict=True)),
+        "a prompt": dict(zip(MODELS, map(prompt, models), strict=True)),
+    }
 
 
 # ---- memory ----

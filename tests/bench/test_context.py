@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from bench import documents
-from bench.context import ATTENTION, KINDS, MODELS, RANKS, page
+from bench.context import GROUPS, RANKS, page
 from bench.context.__main__ import main
 from bench.context.ring import RingAttention
 from tests.common import error
@@ -45,7 +45,7 @@ def test_ring(ranks, R):
 
 def result():
     figures = lambda names: dict.fromkeys(("seconds", "over"), {name: [0.1, 0.2, 0.3] for name in names})
-    row = {group: figures(KINDS) for group in ATTENTION} | {"a step": figures(MODELS)}
+    row = {group: figures(kinds) for group, kinds in GROUPS.items()}
     memory = [dict(seq=seq) | {str(ranks): seq / ranks for ranks in RANKS} for seq in (1024, 2048)]
     return dict(rows=[row | dict(gbit=1.0), row | dict(gbit=0.0)], memory=memory)
 
@@ -54,7 +54,7 @@ def test_tables():
     assert page.memory(result()).splitlines()[2] == "| 1,024 | 1024 | 512 | 256 |"
     lines = page.speed(result()).splitlines()
     assert lines[0] == "|  | kind | 1 Gbit/s: ms, over the first | one machine: ms, over the first |"
-    assert len(lines) == 2 + 2 * len(KINDS) + len(MODELS)
+    assert len(lines) == 2 + sum(map(len, GROUPS.values()))
     assert lines[2].startswith("| attention, 8 kv heads | heads | 200, 0.20 (0.10 to 0.30) |")
 
 
@@ -75,5 +75,5 @@ def test_the_document_is_what_the_results_say(part):
 def test_a_tiny_run(tmp_path, capsys):
     main(["--rate", "0", "--rounds", "2", "--seq", "64", "--lengths", "64", "--json", str(tmp_path / "found.json")])
     found = json.loads((tmp_path / "found.json").read_text())
-    assert {*found["rows"][0]} == {"gbit", *ATTENTION, "a step"} and {*found["memory"][0]} == {"seq", "1", "2", "4"}
+    assert {*found["rows"][0]} == {"gbit", *GROUPS} and {*found["memory"][0]} == {"seq", "1", "2", "4"}
     assert page.speed(found) in capsys.readouterr().out

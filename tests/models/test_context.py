@@ -30,17 +30,20 @@ FORMS = {
     "key mask": dict(shape=(3, 13), attention_mask=MASK),
     "packed": dict(shape=(1, 31), cu_seqlens=torch.tensor([0, 10, 17, 29], dtype=torch.int32)),  # across pieces
 }
-LAYOUTS = {  # tensor- and context-parallel ranks, sequence parallelism, kind
+LAYOUTS = {  # tensor- and context-parallel ranks, sequence parallelism, kind, overlap
     "1x2": (1, 2, True, "heads"),
     "1x2 keys": (1, 2, True, "keys"),
     "2x2": (2, 2, True, "heads"),
     "2x2 keys": (2, 2, True, "keys"),
     "2x2 no sp": (2, 2, False, "auto"),
+    "1x2 rounds": (1, 2, True, "heads", "pairwise"),
+    "2x2 rounds": (2, 2, True, "heads", "pairwise"),
     "1x4": (1, 4, True, "heads"),
     "1x4 keys": (1, 4, True, "keys"),
 }
 DAILY = [
     ("gpt2 odd", "packed", "1x2"),
+    ("gpt2", "odd", "1x2 rounds"),
     ("qwen3 odd", "odd", "2x2"),
     ("gemma odd", "odd", "1x4 keys"),
     ("qwen2 moe odd lora", "odd", "2x2 keys"),
@@ -73,9 +76,10 @@ def results(kind, form, saving, tp):
 
 
 def on_ranks(world, kind, form, saving, layout):
-    tensor, context, sp, cp_kind = LAYOUTS[layout]
+    tensor, context, sp, cp_kind, *overlap = LAYOUTS[layout]
     mesh = world.pieces(1, context, tensor)
-    tp = TensorParallel(mesh["tp"], sequence_parallel=sp, cp=mesh["cp"], cp_kind=cp_kind)
+    overlap = overlap[0] if overlap else "auto"
+    tp = TensorParallel(mesh["tp"], sequence_parallel=sp, cp=mesh["cp"], cp_kind=cp_kind, overlap=overlap)
     return results(kind, form, saving, tp)
 
 

@@ -10,8 +10,10 @@ from tests.planted import Mistaken
 from tpfuse import TensorParallel
 from tpfuse.kernels.attn.op import attend
 from tpfuse.kernels.attn.options import Options
+from tpfuse.kernels.runtime.op import flatten
 from tpfuse.kernels.runtime.philox import make_rng
 from tpfuse.sequence_parallel.context import HeadSplit, attend_pieces
+from tpfuse.sequence_parallel.overlap.heads import HeadRounds, attention_of_heads_bwd, attention_of_heads_fwd
 
 G, E = 4, 8
 CASES = {
@@ -57,13 +59,17 @@ def whole(case, dtype):
 
 
 def over_keys(world, case, dtype, padding):
-    return in_pieces(world, case, dtype, padding, "keys")
+    return in_pieces(world, case, dtype, padding, cp_kind="keys")
 
 
-def in_pieces(world, case, dtype, padding, cp_kind="heads"):
+def in_rounds(world, case, dtype, padding):
+    return in_pieces(world, case, dtype, padding, overlap="pairwise")
+
+
+def in_pieces(world, case, dtype, padding, **splits):
     """-> this rank's rows of o and of qkv's gradient, and what stands in the padding."""
     qkv, do, options = problem(case, dtype)
-    tp = TensorParallel(cp=world.group, cp_kind=cp_kind)
+    tp = TensorParallel(cp=world.group, **dict(cp_kind="heads", overlap="off") | splits)
     rows = torch.arange(len(qkv)).view(options.seq, -1)[tp.positions(options.seq)].flatten()
     filled = lambda x: torch.cat(
         [x[rows], x.new_full((tp.piece(options.seq) * options.batch - len(rows), *x.shape[1:]), 7)]
@@ -88,6 +94,52 @@ def joined(ranks, case, R, dtype, padding=1, function=in_pieces):
 def test_bits_of_one_rank(ranks, name, R, dtype):
     for got, exact in zip(joined(ranks, CASES[name], R, dtype), whole(CASES[name], dtype), strict=True):
         assert torch.equal(got, exact), (got != exact).sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("groups, R", [(4, 2), (6, 2), (8, 4)])  # two rounds, three, and two of four ranks
+@pytest.mark.parametrize("name", CASES)
+def test_messages_under_attention(ranks, name, groups, R, dtype):
+    """Bits do not depend on the rounds that heads are exchanged in."""
+    case = CASES[name] | dict(G=groups)
+    for got, exact in zip(joined(ranks, case, R, dtype, function=in_rounds), whole(case, dtype), strict=True):
+        assert torch.equal(got, exact), (got != exact).sum()
+
+
+def first_round_again(right, options, index, heads):
+    return options
+
+
+def test_a_wrong_first_head_of_a_round_is_seen(ranks):
+    case = CASES["an odd number of positions, dropout"]
+    mistaken = Mistaken(in_rounds, "tpfuse.sequence_parallel.overlap.heads._of_round", first_round_again)
+    o, _ = joined(ranks, case, 2, torch.float32, function=mistaken)
+    assert not torch.equal(o, whole(case, torch.float32)[0])
+
+
+def checked(world):
+    """torch.library.opcheck of both ops, and attention compiled, whose results are returned beside those of eager."""
+    qkv, do, options = problem(CASES["causal"], torch.float64)
+    tp, rows = TensorParallel(cp=world.group, cp_kind="heads", overlap="pairwise"), len(qkv) // world.size
+    mine, dmine = (x[world.rank * rows :][:rows].contiguous() for x in (qkv, do))
+    split = HeadRounds(2, world.size, world.group.group_name)
+    _, *saved = attention_of_heads_fwd(mine, options, split)
+    calls = {attention_of_heads_fwd: (mine, options, split), attention_of_heads_bwd: (dmine, *saved, options, split)}
+    for op, args in calls.items():
+        torch.library.opcheck(op.overload, tuple(flatten(args)), test_utils=("test_schema", "test_faketensor"))
+    results = []
+    for call in (attend_pieces, torch.compile(attend_pieces, fullgraph=True, backend="aot_eager")):
+        leaf = mine.clone().requires_grad_()
+        o = call(leaf, options, tp)
+        o.backward(dmine)
+        results.append((o.detach(), leaf.grad))
+    return results
+
+
+@pytest.mark.slow
+def test_rounds_as_ops_and_compiled(ranks):
+    for eager, compiled in ranks(2, checked):
+        assert all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

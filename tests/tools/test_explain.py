@@ -150,8 +150,8 @@ def test_what_a_pipelines_stages_send(ranks):
     assert names == ["stage 0 of chain 0", "stage 1 of chain 1"]
 
 
-def _pieces(world, kv_heads, cp_kind):
-    tp = TensorParallel(cp=world.group, cp_kind=cp_kind)
+def _pieces(world, kv_heads, cp_kind, overlap="off"):
+    tp = TensorParallel(cp=world.group, cp_kind=cp_kind, overlap=overlap)
     config = GPTConfig(
         vocab_size=64, max_positions=64, hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=kv_heads
     )
@@ -175,8 +175,23 @@ def _pieces(world, kv_heads, cp_kind):
 def test_pieces_of_sequences(ranks, kv_heads, cp_kind, words):
     for found, counted in ranks(2, _pieces, kv_heads, cp_kind):
         path = found["attend_pieces"]
-        assert path.reason == words and (path.path, path.rows) == ("plain", 16)
+        why = "; overlap='off'" if words.startswith("heads") else ""
+        assert path.reason == words + why and (path.path, path.rows) == ("plain", 16)
         assert {"gather_linear", "linear_exchange", "gather_mlp_exchange"} <= {*found}
         gathered = 0 if words.startswith("heads") else 2 * 2 * kv_heads * 8 * 16 * 4  # of keys, forward and backward
         assert path.bytes == counted + gathered
         assert path.messages == (4 if words.startswith("heads") else 3)
+
+
+@pytest.mark.parametrize(
+    "kv_heads, overlap, path, messages, why",
+    [
+        (4, "pairwise", "pairwise", 8, "2 rounds travel under attention"),
+        (2, "pairwise", "plain", 4, "a rank has one kv head"),
+        (4, "auto", "plain", 4, "one machine: messages are copies by the cores that multiply"),
+    ],
+)
+def test_rounds_of_heads(ranks, kv_heads, overlap, path, messages, why):
+    for found, _ in ranks(2, _pieces, kv_heads, "heads", overlap):
+        row = found["attend_pieces"]
+        assert (row.path, row.messages, row.reason.split("; ")[1]) == (path, messages, why)

@@ -8,7 +8,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn import Linear
 
 from tests.models.common import STEP_CONFIG, batch
-from tpfuse import MainGrad, OkTopk, TensorParallel, data_parallel, ok_topk_hook
+from tpfuse import MainGrad, OkTopk, TensorParallel, clip_grad_norm_, data_parallel, ok_topk_hook
 from tpfuse.models import GPT
 from tpfuse.ranks.messages import channel
 from tpfuse.training.calls import CallRecord
@@ -70,11 +70,17 @@ def dropped(run, micro):
     return {}
 
 
+def clipped(run, micro):
+    clip_grad_norm_(run.model, 0.5)
+    return {}
+
+
 MISTAKES = {  # of rank 1, and what the error says beside "must be the same on every data-parallel rank"
     seeded: "model.seed must",
     counted: "model.step after a call must",
     evaluated: "parts in another mode must",
     dropped: "parts with dropout=0.25 must",
+    clipped: "max_norm of clip_grad_norm_ before a call must",
     (lambda run, micro: {"step": 5 + micro}): "step must",
     (lambda run, micro: {"autocast": micro == 1}): "autocast must",
 }
@@ -85,6 +91,8 @@ def compared(world, wrapper):
     run, said = Run(world, wrapper), []
     right, parts = run.step(), {name: m.dropout for name, m in run.model.named_modules() if hasattr(m, "dropout")}
     for mistake in MISTAKES:
+        if mistake is clipped and wrapper == "MainGrad":
+            continue  # gradients are there when all have reduced them
         before = int(run.model.step)
         with pytest.raises(ValueError) as caught:
             run.step(mistake if world.rank else lambda run, micro: {})
@@ -92,6 +100,8 @@ def compared(world, wrapper):
         run.model.train()
         run.model.seed = 0
         run.model.step.fill_(before)
+        if mistake is clipped:  # by all, once more
+            clip_grad_norm_(run.model, 0.5)
         for name, dropout in parts.items():
             run.model.get_submodule(name).dropout = dropout
     return said, all(map(torch.equal, run.step(), right)) and len(right) > 4

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.attn.options import Options, scores
 from ..kernels.runtime.launch import target
 from ..kernels.runtime.leaves import check_device
 from ..kernels.runtime.tuning import tuned
@@ -135,6 +136,32 @@ def form_of(
     if tp.overlap == "auto" and not sizes(op, rows, weight, dtype=dtype, device=device, tp=tp).wins:
         return plain
     return overlapped if tp.sequence_parallel else replicated
+
+
+_ROUNDS = 4  # of attention, behind which messages of heads travel: at most 1/4 of them is exposed
+
+
+def most_rounds(groups: int, cp: TensorParallel) -> int:
+    """Returns the number of rounds of a rank's ``groups`` of heads if their messages travel under attention."""
+    return 1 if cp.overlap == "off" else max(n for n in range(1, _ROUNDS + 1) if groups % n == 0)
+
+
+def rounds_of_heads(qkv: Tensor, options: Options, cp: TensorParallel) -> int:
+    """Returns in how many parts of its kv heads a rank attends, with the messages of others on their way; 1 where they
+    do not overlap.  ``qkv`` [m, G, Q + 2, E] are a piece's heads before they are exchanged."""
+    m, G, slots, E = qkv.shape
+    most = most_rounds(G // cp.size, cp)
+    if most == 1:
+        return 1
+    scored, _ = scores(qkv, options)
+    sent = OverlapSizes(
+        bytes=4 * m * G * (slots - 1) * E * qkv.element_size() * (cp.size - 1) // cp.size,
+        messages=4 * most * (cp.size - 1),
+        flops=14 * E * scored // cp.size,  # two products forward, five backward
+        measured=measured(qkv.device, qkv.dtype, cp.size),
+        copied=cp.one_machine and qkv.is_cpu,
+    )
+    return most if cp.overlap == "pairwise" or sent.wins else 1
 
 
 def choose(op: str, x: Tensor, weight: Tensor, *, tp: TensorParallel, columns: int | None = None) -> Form:

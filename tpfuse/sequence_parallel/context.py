@@ -9,7 +9,8 @@
 
 Jacobs et al. 2023 (arXiv:2309.14509) for the first; the second is the all-gather of Llama 3 (arXiv:2407.21783, section
 3.3.2).  Of "heads" pieces are contiguous.  Between its exchanges stands the same attention as on one rank: causal work
-is balanced, and a head's bits do not depend on C.  Where C does not divide G, each group of query heads is cut in
+is balanced, and a head's bits do not depend on C.  Heads that wait for none of the others may travel while these are
+attended (:mod:`.overlap.heads`).  Where C does not divide G, each group of query heads is cut in
 ``copies``, and k and v are sent with each; their gradients are then summed.  Of "keys" a piece is the chunks r and 2 C
 - 1 - r of 2 C, which have as many pairs of a query and an earlier key on every rank; o and dq have the bits of one
 rank, and dk and dv are sums over the ranks, in their order.
@@ -33,7 +34,9 @@ from ..kernels.runtime.function import Function, once_differentiable
 from ..kernels.runtime.op import autocast
 from ..kernels.runtime.philox import global_rows
 from ..parallel import TensorParallel
+from .choice import rounds_of_heads
 from .crossings import exchange
+from .overlap.heads import HeadRounds, HeadsSaved, attention_of_heads_bwd, attention_of_heads_fwd
 
 
 class HeadSplit(NamedTuple):
@@ -118,13 +121,38 @@ def attend_pieces(qkv: Tensor, options: Options, tp: TensorParallel) -> Tensor:
     rows = tp.piece(options.seq) * options.batch
     if tp.cp_kind == "keys":
         (qkv,) = autocast(qkv)
-        o = _OverKeys.apply(qkv[:rows], options, tp)
-        return nn.functional.pad(o, (0, 0, 0, M - rows)) if M > rows else o
+        return _padded(_OverKeys.apply(qkv[:rows], options, tp), M)
     split = HeadSplit(G, slots - 2, cp.size)
     split.check("attention")
-    whole = to_heads(_with_copies(qkv, split.copies), rows, cp)
-    o = attend(whole, options._replace(first_head=options.first_head + cp.rank * split.query_heads))
-    return to_pieces(o, M, cp)
+    heads = _with_copies(qkv, split.copies)
+    options = options._replace(first_head=options.first_head + cp.rank * split.query_heads)
+    if (rounds := rounds_of_heads(heads[:rows], options, cp)) == 1:
+        return to_pieces(attend(to_heads(heads, rows, cp), options), M, cp)
+    (heads,) = autocast(heads)
+    return _padded(_InRounds.apply(heads[:rows], options, HeadRounds(rounds, cp.size, cp.group_name or "")), M)
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    """x [m, n] -> [rows, n], with zeros beyond."""
+    return nn.functional.pad(x, (0, 0, 0, rows - len(x))) if rows > len(x) else x
+
+
+class _InRounds(Function):
+    """Exchanged heads, whose messages travel under attention."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, options: Options, split: HeadRounds) -> Tensor:
+        o, *saved = attention_of_heads_fwd(heads, options, split)
+        ctx.save_for_backward(*saved, *options[:TENSORS])
+        ctx.args = options[TENSORS:], split
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        (qkv, o, lse, *tensors), (constants, split) = ctx.saved_tensors, ctx.args
+        saved, options = HeadsSaved(qkv, o, lse), Options(*tensors, *constants)
+        return attention_of_heads_bwd(do, saved, options, split), None, None
 
 
 class _OverKeys(Function):
@@ -185,7 +213,7 @@ def to_heads(x: Tensor, rows: int, cp: TensorParallel) -> Tensor:
 def to_pieces(o: Tensor, rows: int, cp: TensorParallel) -> Tensor:
     """o [C m, n], whole sequences -> [rows, C n], this rank's piece m of all heads, and zeros beyond."""
     piece = exchange(o.view(cp.size, -1, o.shape[1]), cp).transpose(0, 1).flatten(1)
-    return nn.functional.pad(piece, (0, 0, 0, rows - len(piece))) if rows > len(piece) else piece
+    return _padded(piece, rows)
 
 
 def _with_copies(qkv: Tensor, copies: int) -> Tensor:
@@ -233,5 +261,5 @@ def cross_rows(q: Tensor, kv: Tensor, lengths: tuple[int, int], *, batch: int, t
 def cross_back(o: Tensor, rows: int, piece: int, tp: TensorParallel) -> Tensor:
     """o of :func:`cross_rows`, rows beyond the positions left out -> [rows, H E] of this rank's piece, zeros beyond."""
     if tp.cp is None or tp.cp_kind == "keys":
-        return nn.functional.pad(o, (0, 0, 0, rows - len(o)))
-    return to_pieces(nn.functional.pad(o, (0, 0, 0, tp.cp.size * piece - len(o))), rows, tp.cp)
+        return _padded(o, rows)
+    return to_pieces(_padded(o, tp.cp.size * piece), rows, tp.cp)

@@ -22,7 +22,7 @@ from ..models.model import Model
 from ..parallel import TensorParallel
 from ..pipeline.placement import held_by
 from ..pipeline.schedules import placement
-from ..sequence_parallel.choice import OverlapSizes, form_of, hidden, sizes
+from ..sequence_parallel.choice import Measured, OverlapSizes, form_of, hidden, measured, most_rounds, sizes
 from ..sequence_parallel.context import HeadSplit
 from ..sequence_parallel.forms import plain
 from ..sequence_parallel.forms.leafwise import Leafwise
@@ -255,8 +255,23 @@ def _piece(attention: _PieceMessages, rows: int | None, dtype: torch.dtype) -> P
         )
         reason = f"{kind}: {compared}, of which {split.cheaper} sends less"
     sent = PieceExchange(split, layer.head_width, rows or 0, kind, element=dtype.itemsize)
-    bytes, messages = (None, None) if rows is None else (sum(sent.wire), sum(sent.messages))
-    return Path(name, "attend_pieces", "plain", (), rows=rows, bytes=bytes, messages=messages, reason=reason)
+    path, rounds, why = _rounds(attention, dtype) if kind == "heads" else ("plain", 1, "")
+    bytes, messages = (None, None) if rows is None else (sum(sent.wire), rounds * sum(sent.messages))
+    return Path(name, "attend_pieces", path, (), rows=rows, bytes=bytes, messages=messages, reason=reason + why)
+
+
+def _rounds(attention: _PieceMessages, dtype: torch.dtype) -> tuple[str, int, str]:
+    """Returns the path of exchanged heads, the most rounds they take on it, and the reason."""
+    cp, split, device = attention.layer.tp.cp, attention.split, attention.weight.device
+    assert cp is not None
+    most = most_rounds(split.groups * split.copies // cp.size, cp)
+    undecided = _no_choice(cp, cp.one_machine and device.type == "cpu", measured(device, dtype, cp.size))
+    if cp.overlap == "auto" and undecided is not None:
+        return "plain", 1, f"; {undecided}"
+    if most == 1:
+        return "plain", 1, f"; {undecided}" if cp.overlap == "off" else "; a rank has one kv head"
+    when = "" if undecided is not None else " where attention of a call hides more than it costs"
+    return "auto" if undecided is None else "pairwise", most, f"; {most} rounds travel under attention{when}"
 
 
 def _reason(
@@ -273,12 +288,9 @@ def _reason(
         return f"bitwise={tp.bitwise}: sums by leaves{tiles}, nothing overlaps", None
     if hidden(op, tp).gemms == 0:
         return "without sequence parallelism nothing of it overlaps", None
-    if tp.overlap != "auto":
-        return f"overlap={tp.overlap!r}", None
-    if sizes_of(1).copied:
-        return "one machine: messages are copies by the cores that multiply", None
-    if sizes_of(1).measured is None:
-        return "nobody measured this device, dtype and number of ranks (bench.overlap --write)", None
+    undecided = _no_choice(tp, sizes_of(1).copied, sizes_of(1).measured)
+    if undecided is not None:
+        return undecided, None
     if sent is None:
         least = next((1 << i for i in range(_MOST_ROWS.bit_length()) if sizes_of(1 << i).wins), None)
         if least is None:
@@ -288,6 +300,17 @@ def _reason(
     compared = ">" if sent.wins else "<="
     gain = f"hides min({communication:.2f} ms of messages, {computation:.2f} of GEMMs)"
     return f"{gain} {compared} its cost of {cost:.2f} ms", None
+
+
+def _no_choice(tp: TensorParallel, copied: bool, rates: Measured | None) -> str | None:
+    """Returns the reason why sizes do not decide whether messages overlap; None if they do."""
+    if tp.overlap != "auto":
+        return f"overlap={tp.overlap!r}"
+    if copied:
+        return "one machine: messages are copies by the cores that multiply"
+    if rates is None:
+        return "nobody measured this device, dtype and number of ranks (bench.overlap --write)"
+    return None
 
 
 def _mb(count: int | None) -> str:

@@ -27,6 +27,7 @@ from ..ranks.messages import attempt, channel, raise_together
 
 T = TypeVar("T")
 _STEP = "model.step after a call"
+_CLIPPED = "max_norm of clip_grad_norm_ before a call"
 _CAUSE = "a call with dropout and without step= counts as a step; unequal numbers of micro-batches need step="
 
 
@@ -54,7 +55,7 @@ class CallRecord:
             parts = {key: str(value) for key, value in module_state(module).items()}
             self._parts = mark, parts, digest(parts)
         _, parts, number = self._parts
-        values = {"training": module.training} | torch_modes()
+        values = {"training": module.training, _CLIPPED: _norms.get(module)} | torch_modes()
         if hooks is not None:
             values["communication hooks"] = Described(hooks)
         step = kwargs.get("step")
@@ -104,6 +105,15 @@ def _values(calls: list[Call]) -> dict[str, list[str]]:
         for key, text in (call.numbers | call.parts).items():
             values.setdefault(key, {})[text] = None
     return {key: list(texts) for key, texts in values.items()}
+
+
+_norms: "weakref.WeakKeyDictionary[nn.Module, float]" = weakref.WeakKeyDictionary()
+
+
+def clipped(module: nn.Module, max_norm: float) -> None:
+    """Notes what the gradients were clipped by, which the replicas compare with the next calls: sooner would be a
+    message more."""
+    _norms[module.module if isinstance(module, DistributedDataParallel) else module] = max_norm
 
 
 # ---- by hooks ----

@@ -17,6 +17,7 @@ from ..models.model import staged_in
 from ..parallel import TensorParallel
 from ..ranks.agreement import agreement_of, names, raise_everywhere
 from ..ranks.messages import attempt, gather
+from .calls import clipped
 from .foreign.known import wholes_of
 from .foreign.norm import GradPart, over_groups, part_of, scale_, total_norm
 from .main_grad import gradient, stepped
@@ -56,8 +57,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bo
 
     ``error_if_nonfinite``: where the norm is not finite, a RuntimeError on every rank names the parameters whose
     gradients are not, before any is changed; asking for it waits for a GPU.  ValueError for a max_norm that is NaN or
-    negative or differs over tensor-parallel ranks or stages, and for gradients that should be the same on every
-    tensor-parallel rank and are not, with the cure.
+    negative or differs over tensor-parallel ranks or stages (where it differs over replicas, the next step's backward
+    raises it), and for gradients that should be the same on every tensor-parallel rank and are not, with the cure.
     """
     check(
         isinstance(model, nn.Module),
@@ -69,6 +70,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bo
     stages = None if pipeline is None else pipeline.groups.pp("clip_grad_norm_")
     _compare(model, stages, dict(max_norm=max_norm, error_if_nonfinite=error_if_nonfinite))
     check_when_due(model, lambda: model, "clip_grad_norm_")
+    clipped(model, max_norm)
     grads = {name: grad for name, p in model.named_parameters() if (grad := gradient(p)) is not None}
     if not grads and pipeline is None:  # of a pipeline the other stages may have some
         return torch.zeros(())

@@ -32,9 +32,9 @@ def over_cp(ledger: Ledger, tp: TensorParallel, phase: str) -> tuple[int, int]:
 # ---- attention ----
 
 
-def attention(world, split: HeadSplit, kind: str, seq: int, dtype: torch.dtype):
+def attention(world, split: HeadSplit, kind: str, seq: int, dtype: torch.dtype, overlap: str = "off"):
     """(forward, backward) of one attention on a piece of each sequence."""
-    tp = TensorParallel(cp=world.pieces(1, split.ranks, 1)["cp"], cp_kind=kind)
+    tp = TensorParallel(cp=world.pieces(1, split.ranks, 1)["cp"], cp_kind=kind, overlap=overlap)
     rows = tp.piece(seq) * BATCH
     qkv = torch.ones(rows, split.groups, split.heads + 2, WIDTH, dtype=dtype, requires_grad=True)
     with Ledger() as ledger:
@@ -54,6 +54,13 @@ def test_attention(ranks, split, kind, seq, dtype):
     for rows, counted in ranks(split.ranks, attention, split, kind, seq, dtype):
         form = PieceExchange(split, WIDTH, rows, kind, dtype.itemsize)
         assert counted == [*zip(form.wire, form.messages)] and all(wire for wire, _ in counted)
+
+
+def test_messages_under_attention(ranks):
+    """As many bytes, counted by the ops that they travel in; the calls of these are no messages."""
+    split = HeadSplit(4, 2, 2)
+    for rows, counted in ranks(2, attention, split, "heads", 13, torch.bfloat16, "pairwise"):
+        assert tuple(wire for wire, _ in counted) == PieceExchange(split, WIDTH, rows, "heads", 2).wire
 
 
 # ---- blocks ----

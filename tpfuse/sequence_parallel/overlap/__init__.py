@@ -6,6 +6,8 @@
     linear_exchange       peers' rows' GEMMs leave, own rows' last   dp lands under dgrad, then wgrad
     gather_mlp_exchange   rows land, pass both GEMMs and leave       dp lands, passes both dgrads and leaves; n is
                                                                      gathered meanwhile; both wgrads
+    attention_of_heads    q, k, v of a round land and its o leaves   do lands and dqkv leaves under attention of other
+                          under attention of other rounds            rounds
     linear_reduce                                                    without sequence parallelism: the sum of dx travels
                                                                      under the wgrads
 
@@ -19,6 +21,7 @@ Shapes: n, dp, dn [R, m, D], n and dp with any stride over R; dy, y [M, N]; w, w
 activation is [2 N, D].  ``group_name`` is a process group's.
 
 attention  of gather_attention_exchange
+heads      of attention_of_heads, over context-parallel ranks
 linear     of gather_linear and linear_exchange
 mlp        of gather_mlp_exchange
 reduce     the sum of dx under the wgrads

@@ -133,7 +133,7 @@ class Ledger(TorchDispatchMode):
                 drops=drops,
                 scores=cost.scores,
                 ranks=_ranks(name, args),
-                group=next((a for a in args if isinstance(a, str)), "") if kind == aten.COMMUNICATION else "",
+                group=next((a for a in reversed(args) if isinstance(a, str)), "") if wire else "",
             )
             self.entries.append(entry)
         return outputs

@@ -87,6 +87,11 @@ SPLIT = (
         ops=("linear_reduce_bwd", "all_gather", "reduce_parts"),
     ),
     BlockSplit(
+        "block, pieces of sequences",
+        lambda group: TensorParallel(cp=group, cp_kind="heads", overlap="pairwise"),
+        ops=both("attention_of_heads"),
+    ),
+    BlockSplit(
         "block with experts",
         partial(TensorParallel, sequence_parallel=True, overlap="off"),
         with_experts,
@@ -123,14 +128,14 @@ def over(group: dist.ProcessGroup | None) -> list[Finding]:
 def compared(split: BlockSplit, tp: TensorParallel, device: torch.device) -> list[Finding]:
     """Returns the lines of one block: its output, and the gradients of its input and of every parameter."""
     ours = make(split, tp, torch.float32, device)
-    reference = make(split, TensorParallel(), torch.float64, torch.device("cpu"), ranks=tp.size)
+    reference = make(split, TensorParallel(), torch.float64, torch.device("cpu"), ranks=tp.call_size)
     values = {name: random(p.shape, i) for i, (name, p) in enumerate(reference.named_parameters())}
     values = {name: 1 + 0.1 * t if t.dim() == 1 else t / WIDTH**0.5 for name, t in values.items()}
     for block in ours, reference:
         fill(block, {name: t.float() for name, t in values.items()})
-    tensors = step(ours, tp.size)
+    tensors = step(ours, tp.call_size)
     with References() as references:
-        exact = step(reference, tp.size)
+        exact = step(reference, tp.call_size)
     results = tensor_errors(tensors, {name: part(exact, name) for name in tensors}, torch.float32, OPS)
     wrong = not all(result.ok for result in results)
     return findings(split.name, results, blamed(references.calls, device, split.ops) if wrong else "")
@@ -140,7 +145,7 @@ def make(
     split: BlockSplit, tp: TensorParallel, dtype: torch.dtype, device: torch.device, *, ranks: int | None = None
 ) -> TransformerBlock:
     """Returns the block of a group of so many ``ranks``, those of ``tp`` unless given."""
-    heads = 2 * (ranks or tp.size)
+    heads = 2 * (ranks or tp.call_size)
     return split.block(
         WIDTH, heads, 3 * heads, tp=tp, head_width=HEAD, dropout=0.1, attention_dropout=0.1, dtype=dtype, device=device
     )
@@ -169,7 +174,7 @@ def step(block: TransformerBlock, ranks: int) -> dict[str, Tensor]:
     tp, p = block.tp, next(block.parameters())
     seq = ranks * -(-SEQ // ranks)
     x, dy = (random((BATCH * seq, WIDTH), seed).float().to(p.device, p.dtype) for seed in (100, 101))
-    mine = lambda t: t.chunk(tp.row_shards)[tp.row_rank].contiguous()
+    mine = lambda t: t.chunk(tp.cp_size)[tp.cp_rank].chunk(tp.row_shards)[tp.row_rank].contiguous()
     x = mine(x).clone().requires_grad_()
     y = block(x, batch=BATCH, rng=make_rng(7, 3, device=p.device))
     y.backward(mine(dy))
@@ -182,10 +187,11 @@ def step(block: TransformerBlock, ranks: int) -> dict[str, Tensor]:
 
 
 def rows(shard: Tensor, tp: TensorParallel) -> Tensor:
-    """Returns all rows of what is sharded under sequence parallelism."""
-    if tp.row_shards == 1 or tp.group_name is None:
-        return shard
-    return all_gather(shard.detach().contiguous(), tp.size, tp.group_name).flatten(0, 1)
+    """Returns all rows of what is sharded under sequence parallelism, or in pieces."""
+    for ranks in (tp if tp.row_shards > 1 else None, tp.cp):
+        if ranks is not None:
+            shard = all_gather(shard.detach().contiguous(), ranks.size, ranks.group_name).flatten(0, 1)
+    return shard
 
 
 def random(shape: tuple[int, ...], seed: int) -> Tensor:
