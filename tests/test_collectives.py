@@ -11,6 +11,7 @@ from tests.no_sync import GPU, no_sync
 from tpfuse import TensorParallel, collectives
 from tpfuse.collectives import (
     _CopyWithin,
+    _reduce_scatter,
     all_gather,
     all_reduce,
     all_to_all,
@@ -273,3 +274,15 @@ def test_sizes_are_compared_in_each_call(ranks):
     assert [s.removeprefix(rule) for s in first[3:]] == [
         f" TensorParallel.chunk, got rank 0: {a}; rank 1: {b}" for a, b in ((5, 6), (6, 3))
     ]
+
+
+def _integers(world):
+    tp, x = make_tp(world), torch.full((4,), (1 << 24) + 1, dtype=torch.int32)
+    return all_reduce(x, tp), _reduce_scatter(x, tp, 0)
+
+
+def test_integers_are_added_exactly(ranks):
+    """2^24 + 1 is no fp32."""
+    for total, mine in ranks(2, _integers):
+        assert total.dtype == mine.dtype == torch.int32
+        assert total.tolist() == [(1 << 25) + 2] * 4 and mine.tolist() == [(1 << 25) + 2] * 2

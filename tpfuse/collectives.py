@@ -142,7 +142,10 @@ def _reduce_scatter(x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
 
 
 def summed(parts: Tensor, tp: TensorParallel) -> Tensor:
-    """[R, ...] of every rank -> their sum in parts' dtype: in fp32 in rank order, or with ``tp.bitwise`` as a tree."""
+    """[R, ...] of every rank -> their sum in parts' dtype: in fp32 in rank order, or with ``tp.bitwise`` as a tree; of
+    integers as they are, which is exact."""
+    if not parts.is_floating_point():
+        return parts.sum(0, dtype=parts.dtype)
     total: Tensor = reduce_parts(parts) if tp.bitwise is None else tree(parts.unbind(0))
     return total
 

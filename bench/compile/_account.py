@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from bench.compile._disassembly import Instruction
 
-FLOPS = 1024  # of a scheduler's tensor core in a clock, 16 bits
+FLOPS = dict(H=1024, I=2048)  # of a scheduler's tensor core in a clock: 16 bits, int8
 MMA_SYNC = 2  # how much longer HMMA takes than HGMMA
 BYTES = 3.35e12 / (132 * 4 * 1.755e9)  # of HBM for a scheduler in a clock
 FP32 = "FFMA", "FMUL", "FADD", "HFMA2", "HMUL2", "HADD2"
@@ -83,12 +83,12 @@ def _clocks(opcode: str) -> dict[str, float]:
     """{pipe: clocks} of one warp's instruction."""
     base = opcode.split(".")[0]
     busy = dict(issue=1.0)
-    if shape := re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)", opcode):  # of a warpgroup, a quarter on each scheduler
-        m, n, k = map(int, shape.groups())
-        return busy | dict(tensor=2 * m * n * k / 4 / FLOPS)
-    if shape := re.match(r"HMMA\.(16)(8)(\d+)", opcode):
-        m, n, k = map(int, shape.groups())
-        return busy | dict(tensor=MMA_SYNC * 2 * m * n * k / FLOPS)
+    if shape := re.match(r"([HI])GMMA\.(\d+)x(\d+)x(\d+)", opcode):  # of a warpgroup, a quarter on each scheduler
+        m, n, k = map(int, shape.groups()[1:])
+        return busy | dict(tensor=2 * m * n * k / 4 / FLOPS[shape[1]])
+    if shape := re.match(r"([HI])MMA\.(16)(8)(\d+)", opcode):
+        m, n, k = map(int, shape.groups()[1:])
+        return busy | dict(tensor=MMA_SYNC * 2 * m * n * k / FLOPS[shape[1]])
     if base in GLOBAL:
         width = re.search(r"\.(?:U|S)?(8|16|64|128)\b", opcode)
         return busy | dict(memory=4.0, hbm=32 * int(width[1] if width else 32) / 8 / BYTES)

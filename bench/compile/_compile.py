@@ -27,7 +27,7 @@ from bench.compile._disassembly import Instruction, complaints, disassembled, ru
 from tpfuse.kernels.runtime import launch as _launch
 
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10}
-COUNTED = "HGMMA", "HMMA", "UTMALDG", "LDGSTS", "PREEXIT", "ACQBULK"
+COUNTED = "HGMMA", "HMMA", "IGMMA", "IMMA", "UTMALDG", "LDGSTS", "PREEXIT", "ACQBULK"
 
 
 @dataclass(frozen=True)

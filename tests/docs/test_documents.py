@@ -176,7 +176,7 @@ def test_readme_has_its_examples():
 
 
 STEMS = """bits coming_from context data_parallel experts faults fine_tuning kernels layers ledger models overlap
-packing pipeline plan training""".split()
+packing pipeline plan sparse training""".split()
 
 
 def test_the_first_example_runs_in_plain_python():

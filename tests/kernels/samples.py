@@ -24,6 +24,7 @@ from tpfuse.kernels.norm.records import DROP, POST, PRE, Add, NormVectors, Recom
 from tpfuse.kernels.rotary.op import Rotation
 from tpfuse.kernels.runtime.op import OPS
 from tpfuse.kernels.runtime.philox import Mask
+from tpfuse.kernels.sparse.format import Vectors
 
 FP32 = torch.float32
 
@@ -170,6 +171,22 @@ def router_backward(m: int, E: int) -> list[tuple[Any, ...]]:
     return made
 
 
+def int8(*shape: int) -> Tensor:
+    return below(256, *shape).sub(128).to(torch.int8)
+
+
+def sparse_places(rows: int, columns: int, V: int) -> tuple[Tensor, Tensor]:
+    """Index and offsets of an even number of vectors a strip, about half of them."""
+    strips, count = -(-rows // V), 2 * -(-columns // 4)
+    return below(columns, strips * count).int(), torch.arange(strips + 1, dtype=torch.int32) * count
+
+
+def sparse_vectors(rows: int, columns: int, V: int, bits: int) -> Vectors:
+    index, offsets = sparse_places(rows, columns, V)
+    planes, halves = 1 + (bits == 16), 1 + (bits == 4)
+    return Vectors(int8(planes, len(index) // halves, V), index, offsets, rows, bits)
+
+
 # name: (rows, columns) -> the op's arguments, one tuple or several
 SAMPLES: dict[str, Callable[[int, int], tuple[Any, ...] | list[tuple[Any, ...]]]] = {
     **dict.fromkeys(("norm_fwd", "embed_finish_fwd", "reduce_bias_dropout_add_norm_fwd"), norm_forward),
@@ -224,6 +241,12 @@ SAMPLES: dict[str, Callable[[int, int], tuple[Any, ...] | list[tuple[Any, ...]]]
     "experts_wgrad": lambda m, n: [(sides, FP32) for sides in experts_wgrad(m, n)],
     "experts_wgrad_add": lambda m, n: [
         (sides, random(3, sides.dy.shape[1], sides.x.shape[1])) for sides in experts_wgrad(m, n)
+    ],
+    "sparse_matmul": lambda m, n: [
+        (sparse_vectors(m, n, V, bits), int8(n, 150)) for V, bits in ((8, 8), (8, 4), (16, 16), (64, 8))
+    ],
+    "sampled_matmul": lambda m, n: [
+        (int8(m, E), int8(n, E), *sparse_places(m, n, V), V) for V, E in ((8, 7), (32, 150))
     ],
     "select_large": lambda m, n: [(random(m * n), 1.0, m * n // 5), (random(m * n), 0.0, m * n + 3)],
 }

@@ -9,6 +9,7 @@ norm/      the kernel between two GEMMs, and each part of it alone
 replay/    launches of a call, recorded once and done again
 rotary/    rotary positions, and tables of their cosines and sines
 runtime/   what every kernel stands on
+sparse/    products of sparse matrices of integers
 selection  the large entries of a vector in a row
 """
 
@@ -23,9 +24,11 @@ from .norm import dropout, embed_finish, layer_norm, reduce_bias_dropout_add_nor
 from .rotary.op import rope
 from .rotary.table import rope_table
 from .selection import select_large
+from .sparse import SparseInt, sampled_matmul, sparse_matmul
 
 __all__ = [
     "Routing",
+    "SparseInt",
     "attention",
     "cross_entropy",
     "dropout",
@@ -40,6 +43,8 @@ __all__ = [
     "rope",
     "rope_table",
     "route",
+    "sampled_matmul",
     "select_large",
+    "sparse_matmul",
     "swiglu",
 ]

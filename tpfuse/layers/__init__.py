@@ -27,6 +27,7 @@ projections        the projections in a layer's weights, by Hugging Face's names
 shapes             shapes of attention, MLP and norms, as records
 shards             parameters of parallel modules, each with the whole that it is a slice of
 sites              the number of each dropout mask of a model
+sparse_linear      SparseLinear: pruned and quantised, for inference
 spec               a parameter as a whole, of which a rank holds a slice
 state              a shard in a state dictionary: a DTensor that knows the whole, and back
 wiring             WIRINGS: a block as a list of steps, and the runners that take them
@@ -50,6 +51,7 @@ from .module import ParallelModule
 from .moe import ParallelMoE
 from .norm import LayerNorm, RMSNorm
 from .shapes import AttentionShape, Init, MLPShape, MoEShape, NormShape
+from .sparse_linear import SparseLinear
 from .wiring import Normed
 
 __all__ = [
@@ -72,6 +74,7 @@ __all__ = [
     "RMSNorm",
     "Rope",
     "RowParallelLinear",
+    "SparseLinear",
     "TransformerBlock",
     "VocabParallelEmbedding",
     "VocabParallelHead",

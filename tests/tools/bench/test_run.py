@@ -210,3 +210,14 @@ def test_on_a_gpu(tmp_path):
         assert row["p50_us"] > 0 and row["peak_mib"] > 0 and row["roofline"] < 2
         assert row["provider"] == "torch" or (row["registers"] > 0 and row["spills"] == 0 and "_kernel" in row["path"])
         assert row["wrong"] is False and 0 < row["speedup_p20"]
+
+
+def test_where_an_op_pays_is_said_below_the_table():
+    """1000 GB/s and 100 TFLOP/s: a row of x of int8 takes as long as 8 products of a dense one at 16 %."""
+    bench = load("sparse")
+    assert "up to a density of 16.0% where rows of x come from memory each time, 32.0% or 64.0%" in bench.remark(
+        CARD, "bf16", (4096, 4096, 1024, 8, 5)
+    )
+    case = BenchCase(bench, (32, 16, 40, 8, 30), "fp32", ("fwd",), providers=("tpfuse", "torch"))
+    results = measure(case, HERE)
+    assert [row["wrong"] for row in results.rows] == [False, False] and "by the roofline" in results.notes[-1]

@@ -58,7 +58,8 @@ class Bench:
     the first provider that calls ops of tpfuse.  With ``p`` providers take ``p=`` too; errors are then taken at p = 0,
     since every library draws its own masks, unless ``exact`` is given, the truth with the masks of tpfuse.
     ``yardsticks`` are providers that have no error: they do part of the work, or have masks of their own beside
-    ``exact``.  ``shapes`` are the standard ones, ``cpu_shapes`` those on a CPU.
+    ``exact``.  ``remark(card, dtype, shape)`` makes a line to print below the table, such as from where on the op pays.
+    ``shapes`` are the standard ones, ``cpu_shapes`` those on a CPU.
 
     Raises ValueError where a provider is missing or a shape has other axes.
     """
@@ -73,6 +74,7 @@ class Bench:
     exact: Callable[..., Any] | None = None
     yardsticks: tuple[str, ...] = ()
     baseline: str = "torch"
+    remark: Callable[..., str] | None = None
 
     def __post_init__(self) -> None:
         subject, has = f"the Bench {self.name!r}", ", ".join(map(repr, self.providers)) or "none"

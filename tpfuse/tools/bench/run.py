@@ -217,10 +217,13 @@ class _Measurement:
             self.sets += [self.case.inputs(i, self.device) for i in range(1, needed)]
         if not self.sets:
             return
+        bench = self.case.bench
         self.setting.say(f"{self.case}: errors")
         errors = self.errors()
         for mode in self.case.modes:
             self.time(mode, errors)
+        if bench.remark is not None:
+            self.notes.append(bench.remark(self.setting.card, self.case.dtype, self.case.shape))
 
     @property
     def one_set(self) -> int:

@@ -13,5 +13,6 @@ linear_gelu                   the first half of an MLP
 reduce_bias_dropout_add_norm  the kernel between two GEMMs
 rms_norm                      RMSNorm
 rope                          rotary positions
+sparse                        a pruned weight in int8
 swiglu                        the gate
 """

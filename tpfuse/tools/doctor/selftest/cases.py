@@ -21,6 +21,7 @@ from ....kernels.losses.linear import linear_cross_entropy_bwd_add
 from ....kernels.losses.options import Linear, Loss, Rows
 from ....kernels.runtime.op import acc_dtype
 from ....kernels.runtime.philox import make_rng
+from ....kernels.sparse import SparseInt, sampled_matmul, sparse_matmul
 
 M, D, V = 21, 40, 37  # rows, columns, tokens
 
@@ -86,6 +87,7 @@ def cases(seed: int = 0) -> list[SelfTest]:
             dict(threshold=2.0, most=M * D // 30),
             backward=False,
         ),
+        *_sparse(numbers),
         SelfTest("rope", kernels.rope, dict(x=random(M, 3, 10)), rotation(10)),
     ]
 
@@ -144,6 +146,18 @@ def _experts_added(dy: Tensor, x: Tensor, total: Tensor, offsets: Tensor) -> Ten
     total = total.to(acc_dtype(total), copy=True)
     experts_wgrad_add(Sides(dy, x, offsets), total)
     return total
+
+
+def _sparse(numbers: Callable[..., Tensor]) -> list[SelfTest]:
+    """Integers, which are as exact in every dtype."""
+    int8 = lambda rows, columns: (numbers(256, rows * columns) - 128).view(rows, columns).to(torch.int8)
+    weight = int8(M, D) * numbers(2, M * D).view(M, D)
+    product = lambda weight, x: sparse_matmul(SparseInt.from_dense(weight), x)
+    sampled = lambda weight, q, k: sampled_matmul(q, k, SparseInt.from_dense(weight))
+    return [
+        SelfTest("sparse_matmul", product, {}, dict(weight=weight, x=int8(D, V)), backward=False),
+        SelfTest("sampled_matmul", sampled, {}, dict(weight=weight, q=int8(M, V), k=int8(D, V)), backward=False),
+    ]
 
 
 def _attentions(random: Callable[..., Tensor], drop: dict[str, Any]) -> list[SelfTest]:
