@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tpfuse.pipeline.placement import PartCosts, Stage, balanced, chunks_of, stage_of
@@ -17,6 +17,7 @@ def costliest(costs, sizes):
     return max(stages)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(0, 20), st.integers(0, 20), st.integers(1, 4))
 def test_no_cut_is_cheaper(blocks, embedding, head, count):
     costs, n = PartCosts(embedding, blocks, head), len(blocks)

@@ -6,7 +6,7 @@ from collections import Counter
 
 import networkx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tpfuse.plan import ALL_REDUCE, seconds
@@ -117,6 +117,7 @@ def faults(rows, columns, rings):
     return wrong
 
 
+@settings(deadline=None)
 @given(SIZES, SIZES)
 def test_cycles_share_no_edge(rows, columns):
     if rows * columns > 2:
