@@ -50,10 +50,10 @@ def follow(plan: Path, args: argparse.Namespace) -> None:
     try:
         values = json.loads(plan.read_text())
         job, split = values["job"], values["plans"][0]
-        dp, tp, pp, count = (split[name] for name in ("dp", "tp", "pp", "micro_batches"))
+        dp, cp, tp, pp, count = (split[name] for name in ("dp", "cp", "tp", "pp", "micro_batches"))
         staged = dict(schedule=split["schedule"], chunks=split["chunks"], stage_layers=split["layers"])
         memory = dict(saving=split["saving"], recompute="full" if split["full"] else None)
-        sharded, over_replicas = split["sharded"], split["over_replicas"]
+        kind, sharded, over_replicas = split["cp_kind"], split["sharded"], split["over_replicas"]
         layers, batch = job["num_layers"], job["batch"]
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise ValueError(f"--plan {plan} is not what python -m tpfuse plan --json writes ({error!r})") from None
@@ -71,7 +71,7 @@ def follow(plan: Path, args: argparse.Namespace) -> None:
             raise ValueError(f"--plan: it is of {name} {planned}, and this run has {actual}")
     open_ = pp > 1 and len(SCHEDULES[staged["schedule"]].chunks) > 1
     chosen = dict(staged, chunks=staged["chunks"] if open_ else None) if pp > 1 else {}
-    vars(args).update(dp=dp, tp=tp, pp=pp, micro_batches=count, **memory, **chosen)
+    vars(args).update(dp=dp, cp=cp, cp_kind=kind, tp=tp, pp=pp, micro_batches=count, **memory, **chosen)
 
 
 def parse() -> argparse.Namespace:
@@ -199,6 +199,7 @@ def parse() -> argparse.Namespace:
     add("--temperature", type=float, default=0.5, metavar="T", help="lower is closer to the likeliest")
     add("--top-p", type=float, default=0.9, metavar="P", help="of the fewest bytes that have probability P together")
     add("--chunks", type=common.positive, metavar="N", help="stages a rank, of schedules that leave it open")
+    parser.set_defaults(cp_kind="auto")  # --plan sets it
     args = parser.parse_args()
     if args.plan is not None:
         try:

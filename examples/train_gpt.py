@@ -267,7 +267,7 @@ def main() -> None:
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp", "cp", "tp"))
     with common.one_line_errors():
         rows, pieces = not args.no_sequence_parallel, mesh["cp"] if args.cp > 1 else None
-        tp = TensorParallel(mesh["tp"], sequence_parallel=rows, bitwise=args.bitwise, cp=pieces)
+        tp = TensorParallel(mesh["tp"], sequence_parallel=rows, bitwise=args.bitwise, cp=pieces, cp_kind=args.cp_kind)
         prints = [""] * common.WORLD
         dist.all_gather_object(prints, text.fingerprint)
         if len(set(prints)) > 1:

@@ -74,7 +74,7 @@ HEAD = "| | plans | median error | largest | rank correlation |\n|---|---|---|--
 def loads(job: Job, devices: int, costs: CostModel, pp: int) -> list[Load]:
     """Returns all plans of ``pp`` stages without FSDP, each with its fastest partition."""
     cache, loads = SpanCache(), []
-    for split in progress(candidates(job, devices, dict(pp=pp, sharded=False)), "planning"):
+    for split in progress(candidates(job, devices, dict(pp=pp, cp=1, sharded=False)), "planning"):
         spans = cache.spans(job, split, costs.pieces)
         layers = spans.fastest(split.pp * split.chunks)
         loads.append(Load(job, split._replace(layers=layers), costs, spans))

@@ -145,7 +145,7 @@ def staged_costs(machines: Cluster) -> CostModel:
 def fastest(m: Mixture, costs: CostModel, fixed: Mapping[str, Any], cache: SpanCache) -> StepEstimate:
     """Returns the fastest plan of a model whose blocks are recomputed, with the values of ``fixed``."""
     assert m.plan is not None
-    alike = dict(schedule="1f1b", saving="fastest", full=True)
+    alike = dict(schedule="1f1b", saving="fastest", full=True, cp=1)
     return search(m.job, m.plan.devices, costs, fixed=alike | fixed, keep=1, cache=cache).steps[0]
 
 

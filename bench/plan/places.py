@@ -51,7 +51,7 @@ def place(p: Published, keep: int = 40) -> Place:
     steps = [
         step
         for schedule in ("1f1b", "interleaved")
-        for step in search(job, p.devices, costs, fixed=dict(schedule=schedule, sharded=False), keep=keep).steps
+        for step in search(job, p.devices, costs, fixed=dict(schedule=schedule, sharded=False, cp=1), keep=keep).steps
     ]
     ranked = sorted(steps, key=lambda step: step.seconds)
     for i, step in enumerate(ranked):

@@ -4,6 +4,7 @@ Spans: tpfuse/pipeline/step.py and tpfuse/tools/ledger/stages.py: real steps are
 """
 
 import gc
+import math
 import weakref
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from tpfuse import TensorParallel
 from tpfuse.kernels.experts import router
 from tpfuse.pipeline import SCHEDULES, schedule, simulate
 from tpfuse.tools.ledger import Ledger, Plan
+from tpfuse.tools.ledger.dryrun import axis_of
 from tpfuse.tools.ledger.recorder import add_up
 from tpfuse.tools.ledger.stages import Pipe, run
 
@@ -87,14 +89,16 @@ class Watched:
         for kind, entries in self.entries.items():
             for e in entries:
                 if e.flops or e.wire:
-                    groups.setdefault((kind, e.op, e.kind), []).append(e)
+                    axis = axis_of(e.group, self.model.tp) if e.group else ""
+                    groups.setdefault((kind, e.op, e.kind, axis), []).append(e)
         return {key: add_up(group) for key, group in groups.items()}
 
 
 def counted(world, layout, name, options, config):
     mesh = world.stages(*layout)
     pp, dp = mesh["pp"], mesh["dp"]
-    tp = TensorParallel(mesh["tp"], sequence_parallel=options.get("sequence_parallel", True), overlap="off")
+    cp = dict(cp=mesh["cp"], cp_kind=options["cp_kind"]) if len(layout) > 3 else {}
+    tp = TensorParallel(mesh["tp"], sequence_parallel=options.get("sequence_parallel", True), overlap="off", **cp)
     given = dict(saving=options.get("saving", "fastest"), recompute="full" if options.get("full") else None)
     stage = pp.get_local_rank(), pp.size(), name
     model = made(config, tp=tp, dp=dp if dp.size() > 1 else None, stage=stage, **given)
@@ -111,18 +115,20 @@ def counted(world, layout, name, options, config):
 
 
 def check(ranks, layout, name, config=CONFIG, **options):
-    pp, dp, tp = layout
-    plan = Plan(tp=tp, dp=dp, seq=12, micro_batch=8 // dp // MICRO_BATCHES, dtype=torch.float32, **options)
+    pp, dp, *cp, tp = layout
+    plan = Plan(
+        tp=tp, dp=dp, cp=math.prod(cp), seq=12, micro_batch=8 // dp // MICRO_BATCHES, dtype=torch.float32, **options
+    )
     predicted = run(config, plan, Pipe(pp, name, MICRO_BATCHES))
-    every = ranks(pp * dp * tp, counted, layout, name, options, config)
+    every = ranks(math.prod(layout), counted, layout, name, options, config)
     for rank, (by_pass, actions, kept, messages) in enumerate(every):
-        said = predicted[rank // (dp * tp)]
+        said = predicted[rank // math.prod(layout[1:])]
         assert actions == [(a.chain, a.stage, a.kind, a.micro_batch) for a in said.actions]
         assert by_pass == said.step  # calls, bytes read and written and sent, flops, of each op in each pass
         assert kept == said.alive
         sums = {}
         for m in said.messages:
-            if m.over != "tp":
+            if m.over not in ("tp", "cp"):
                 op = m.op.split(" ")[0]
                 calls, size = sums.get(op, (0, 0))
                 sums[op] = calls + m.calls, size + m.bytes
@@ -159,6 +165,12 @@ def test_real_ranks_do_what_the_dry_run_says(ranks, layout, name):
 @pytest.mark.parametrize("options", [dict(saving="smallest"), dict(full=True), dict(sequence_parallel=False)])
 def test_with_other_options(ranks, options):
     check(ranks, (2, 1, 2), "zbv", **options)
+
+
+@pytest.mark.parametrize("kind, name", [("heads", "1f1b"), pytest.param("keys", "zbv", marks=pytest.mark.slow)])
+def test_pieces_of_sequences(ranks, kind, name):
+    for rank in check(ranks, (2, 1, 2, 1), name, cp_kind=kind):
+        assert sum(m.bytes for m in rank.messages if m.over == "cp") > 0
 
 
 @pytest.mark.parametrize("name", ["1f1b", pytest.param("zero-bubble", marks=pytest.mark.slow)])

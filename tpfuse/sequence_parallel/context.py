@@ -46,6 +46,13 @@ class HeadSplit(NamedTuple):
     heads: int
     ranks: int
 
+    @classmethod
+    def of(cls, heads: int, groups: int, *, tp: int, ranks: int) -> "HeadSplit":
+        """Returns the split of a model's ``heads`` query heads in ``groups``, of which a tensor-parallel rank of ``tp``
+        has a part, and one kv head at least."""
+        here = max(1, groups // tp)
+        return cls(here, max(1, heads // tp // here), ranks)
+
     @property
     def copies(self) -> int:
         """The number of parts that each group's query heads are cut in, with k and v sent beside each."""
@@ -81,8 +88,7 @@ def settled(tp: TensorParallel, heads: int, groups: int) -> TensorParallel:
     """Returns ranks whose "auto" kind is the cheaper one for a model's ``heads`` query heads in ``groups``."""
     if tp.cp is None or tp.cp_kind != "auto":
         return tp
-    here = max(1, groups // tp.size)
-    return tp.of_kind(HeadSplit(here, max(1, heads // tp.size // here), tp.cp.size).cheaper)
+    return tp.of_kind(HeadSplit.of(heads, groups, tp=tp.size, ranks=tp.cp.size).cheaper)
 
 
 # ---- the order of rows ----

@@ -1,5 +1,6 @@
 """What a rank sends over context-parallel ranks, and saves: closed forms, real ranks and dry ones, to the byte."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -8,12 +9,25 @@ import torch
 from tests.planted import Mistaken
 from tests.tools.ledger.test_dryrun import EXPERTS, MIXED, SIZES, SMALL, plan
 from tpfuse import TensorParallel
+from tpfuse.__main__ import main
 from tpfuse.kernels.attn.options import Options
 from tpfuse.models import GPT, GPTConfig
 from tpfuse.sequence_parallel.context import HeadSplit, attend_pieces
-from tpfuse.tools.ledger import Ledger, Pipe, dry_pipeline, dry_run, load_config, saved_bytes
+from tpfuse.tools.ledger import Ledger, dry_run, load_config, saved_bytes
 from tpfuse.tools.ledger.context import PieceBlock, PieceExchange
-from tpfuse.tools.ledger.dryrun import against_formulas, as_json, expected_cp_wire, layer_bytes, measured_layer, report
+from tpfuse.tools.ledger.dryrun import (
+    against_formulas,
+    as_json,
+    axis_of,
+    expected_cp_wire,
+    fake_world,
+    layer_bytes,
+    measured_layer,
+    piece_block,
+    ranks_of,
+    report,
+)
+from tpfuse.tools.ledger.layer import compare as compare_layer
 
 GROUPED = GPTConfig(
     **SIZES, family="llama", norm="rms", gated=True, activation="silu", ffn_size=40, num_kv_heads=2,
@@ -54,6 +68,23 @@ def test_attention(ranks, split, kind, seq, dtype):
     for rows, counted in ranks(split.ranks, attention, split, kind, seq, dtype):
         form = PieceExchange(split, WIDTH, rows, kind, dtype.itemsize)
         assert counted == [*zip(form.wire, form.messages)] and all(wire for wire, _ in counted)
+
+
+def test_gathered_keys(ranks):
+    """All that a rank gets of the others' pieces, and its own."""
+    for rows, sizes in ranks(2, gathered):
+        form = PieceExchange(HeadSplit(2, 2, 2), WIDTH, rows, "keys", 4)
+        assert sizes == [form.gathered] * 2 and form._replace(kind="heads").gathered == 0
+
+
+def gathered(world):
+    """The bytes that each gather of one attention leaves, forward and backward."""
+    tp = TensorParallel(cp=world.pieces(1, 2, 1)["cp"], cp_kind="keys")
+    rows = tp.piece(13) * BATCH
+    qkv = torch.ones(rows, 2, 4, WIDTH, requires_grad=True)
+    with Ledger() as ledger:
+        attend_pieces(qkv, Options(batch=BATCH, seq=13), tp).sum().backward()
+    return rows, [size for e in ledger.entries if e.op == "all_gather" for _, size in e.outputs]
 
 
 def test_messages_under_attention(ranks):
@@ -108,6 +139,7 @@ CASES = {
     "copies": (GROUPED, dict(cp=4, cp_kind="heads", saving="smallest")),
     "auto": (NORMED, dict(tp=2, cp=2, sequence_parallel=False)),
     "few keys": (GROUPED, dict(cp=2, cp_kind="keys")),
+    "copies over tp too": (replace(GROUPED, num_kv_heads=1), dict(tp=2, cp=2, cp_kind="heads")),
 }
 
 
@@ -162,7 +194,41 @@ def test_a_long_sequence_of_a_large_model():
         "sent over cp (formula: of blocks, embedding, head)"
     ]
     assert counted == pytest.approx(formula, rel=1e-4)
-    assert done.held == dry_run(config, on._replace(cp=1)).held
+    whole = dry_run(config, on._replace(cp=1, dp=8)).held
+    assert done.held.state == whole.state._replace(buckets=0) and done.held.sharded == whole.sharded
+    assert piece_block(config, on).attention.gathered == 2 * 128 * 131072 * 2
+    assert "of these keys and values, gathered" in report(done)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_layer_of_the_ledger(case):
+    """What ``ledger`` counts of one layer is what the form says."""
+    config, sizes = CASES[case]
+    on = plan(seq=63, **sizes)._replace(sequence_parallel=True, full=False)
+    with fake_world(on.tp, cp=on.cp) as mesh:
+        tp = ranks_of(on, mesh)
+        layer = compare_layer(config, batch=BATCH, seq=63, tp=tp, dtype=on.dtype)
+        sent = {
+            column.title: sum(e.wire for _, e in column.entries if axis_of(e.group, tp) == "cp")
+            for column in layer.columns
+        }
+    assert sent == dict.fromkeys(["tpfuse fastest", "tpfuse smallest"], piece_block(config, on).wire())
+
+
+SIZED = "--seq", "64", "--tp", "2", "--cp", "2", "--cp-kind", "keys", "--json"
+
+
+def test_commands(capsys):
+    """``memory`` measures what its closed form says, and ``ledger`` counts more than without cp."""
+    assert main(["memory", "--model", "gpt-3m", *SIZED]) == 0
+    values = json.loads(capsys.readouterr().out)
+    rows = {name: row for name, row in values["activations"].items() if "CP 2 (keys)" in name}
+    assert len(rows) == 6 and values["plan"]["cp"] == 2
+    assert all(0 <= row["measured_a_layer"] - row["a_layer"] <= 11 * 256 * 4 for row in rows.values())  # vectors
+    assert main(["ledger", "gpt-3m", *SIZED]) == 0
+    sent = json.loads(capsys.readouterr().out)["tpfuse fastest"]["total"]["wire"]
+    assert main(["ledger", "gpt-3m", *SIZED[:4], "--json"]) == 0
+    assert sent > json.loads(capsys.readouterr().out)["tpfuse fastest"]["total"]["wire"]
 
 
 def test_report_and_json_name_cp():
@@ -180,8 +246,6 @@ def test_sizes_that_cannot_be():
         dry_run(SMALL, plan(cp=3, cp_kind="heads"))
     with pytest.raises(ValueError, match="cp must be at least 1, got 0"):
         dry_run(SMALL, plan(cp=0))
-    with pytest.raises(ValueError, match="context parallelism is not counted for pipeline stages, got cp=2"):
-        dry_pipeline(SMALL, plan(cp=2), Pipe(2))
     with pytest.raises(ValueError, match="cp_kind must be one of auto, heads, keys, got 'rows'"):
         dry_run(SMALL, plan(cp=2, cp_kind="rows"))
     with pytest.raises(ValueError, match="experts over replicas are not built for cp="):

@@ -75,6 +75,14 @@ def test_collectives_over_tp_and_dp():
     assert found.parts["dp"] == pytest.approx(run(SMALL, plan(2, 2, 2)).held.reduced[1] * 1e-9)
 
 
+def test_collectives_over_cp():
+    """Gathers and exchanges among four, where those among two cost nothing."""
+    lines = {f"{op} of 4": Line(0, 0, 1e-9) for op in ("all_gather", "all_to_all")}
+    on = plan(2, 1, 2)._replace(cp=4, cp_kind="keys")
+    found = steptime.predict(SMALL, on, built(messages=lines, cores=8), batch=8)
+    assert found.parts["communication"] == pytest.approx(4 * run(SMALL, on).work.cp_wire * 1e-9)
+
+
 def test_rows_to_experts_take_as_long_as_an_exchange():
     """Of the busiest rank, which was not measured, as many seconds a byte as an even exchange takes."""
     experts = dict(gated=True, activation="silu", mlp_bias=False, num_experts=4, experts_per_token=2)

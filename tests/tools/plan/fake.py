@@ -7,7 +7,7 @@ from tpfuse.tools.plan.devices import Device
 from tpfuse.tools.plan.report import Plans
 from tpfuse.tools.plan.search import search
 from tpfuse.tools.plan.spans import SpanCache
-from tpfuse.tools.plan.split import ATTENTION, GEMM, MEMORY, TP, Job, PieceCost, Pieces
+from tpfuse.tools.plan.split import ATTENTION, CP, GEMM, MEMORY, TP, Job, PieceCost, Pieces
 
 
 def config(layers):
@@ -20,16 +20,17 @@ def job(layers=4, batch=8):
 
 def piece(seconds, split, *, saved=1.0, parameters=1.0):
     """A piece of ``seconds`` at tp = 1 and one sequence: I and W together take a little longer than B."""
-    work = seconds * split.micro_batch / split.tp
+    work = seconds * split.micro_batch / split.tp / split.cp
+    cp = {CP: 0.05 * parameters / split.tp * (split.cp > 1)}
     cheap = 0.8 if split.saving == "fastest" and not split.full else 1.0
-    part = lambda x: {GEMM: 0.6 * x, ATTENTION: 0.3 * x, MEMORY: 0.1 * x, TP: 0.1 * seconds * (split.tp > 1)}
+    part = lambda x: {GEMM: 0.6 * x, ATTENTION: 0.3 * x, MEMORY: 0.1 * x, TP: 0.1 * seconds * (split.tp > 1)} | cp
     back = work * (1 + cheap) + (work if split.full else 0)
-    size = split.micro_batch / split.tp * saved * (0.2 if split.full else 1.0 if cheap < 1 else 0.7)
+    size = split.micro_batch / split.tp / split.cp * saved * (0.2 if split.full else 1.0 if cheap < 1 else 0.7)
     return PieceCost(
         {"F": part(work), "B": part(back), "I": part(0.55 * back), "W": part(0.5 * back)},
         saved=size,
         held=0.6 * size,
-        transient=0.3 * split.micro_batch,
+        transient=0.3 * split.micro_batch / split.cp,
         parameters=parameters / split.tp,
     )
 
@@ -41,22 +42,29 @@ class PieceCosts:
         self.blocks, self.ends, self.pieces, self.keys = blocks, (embedding, head), {}, []
 
     def __call__(self, job, split):
-        key = split.tp, split.micro_batch, split.saving, split.full
+        key = split.tp, split.cp, split.micro_batch, split.saving, split.full
         self.keys.append(key)
         if split.tp > 4:
             raise ValueError("four heads cannot be split")
         if key not in self.pieces:
             embedding, head = (piece(x, split, saved=0.5, parameters=2.0) for x in self.ends)
             blocks, border = [piece(x, split) for x in self.blocks], piece(0.01, split, saved=0)
-            self.pieces[key] = Pieces(embedding, blocks, head, hop_bytes=split.micro_batch, border=border)
+            self.pieces[key] = Pieces(embedding, blocks, head, hop_bytes=split.micro_batch / split.cp, border=border)
         return self.pieces[key]
+
+
+def sums(split, size):
+    """FSDP's gathers and scatter over dp x cp take half as long again as a sum, but of stages."""
+    ranks, passes = (split.shards, 1.0 if split.pp > 1 else 1.5) if split.sharded else (split.dp, 1.0)
+    return 0.1 * size * passes * (ranks > 1)
 
 
 def costs(pieces=None, *, limit=float("inf"), hop=0.05, hides=True):
     return CostModel(
         pieces or PieceCosts(),
         hop=lambda split, size: hop * size * (split.pp > 1),
-        sums=lambda split, size: 0.1 * size * (split.dp > 1) * (1.5 if split.sharded else 1.0),
+        sums=sums,
+        pieces_sum=lambda split, size: 0.0,
         update=lambda job, elements: 0.02 * elements,
         state=lambda job, split, elements: 4.0 * elements.local + 12.0 * elements.shard,
         limit=limit,

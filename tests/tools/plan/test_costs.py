@@ -40,6 +40,16 @@ def test_state_of_one_stage(name, dp, optimizer):
     assert fraction > 1 / dp if padded else fraction == pytest.approx(1 / dp)
 
 
+@pytest.mark.parametrize("dp, cp", [(1, 4), (2, 2), (1, 3)])
+def test_state_of_ranks_with_pieces(dp, cp):
+    """All have the same weights, which FSDP divides among dp x cp."""
+    job, kind = job_of("llama")._replace(batch=6), dict(cp=cp, cp_kind="keys")
+    held = dry_run(job.config, Plan(tp=2, dp=dp, seq=128, **kind)).held
+    split = Split(dp=dp, tp=2, layers=(4,), **kind)
+    assert states(job, split) == [held.state.total] and load(job, split).parameters.tolist() == [held.parameters]
+    assert states(job, split._replace(sharded=True)) == [held.sharded.total]
+
+
 @pytest.mark.parametrize("name", ["mixtral", "mixed"])
 @pytest.mark.parametrize("dp, optimizer", [(2, "adamw"), (4, "adamw-fp32")])
 def test_state_of_experts_over_replicas(name, dp, optimizer):
@@ -96,12 +106,23 @@ ONE_STAGE = Split(tp=2, micro_batch=2), Split(tp=1, micro_batch=3, full=True)
 def test_saved_and_transient_bytes_are_no_less_than_the_peak(name, split):
     """More by what is free already when the embedding's gradient is made, the largest tensor of a model so small."""
     job = job_of(name)
-    plan = Plan(split.tp, split.dp, 128, split.micro_batch, full=split.full, over_replicas=split.over_replicas)
     with pretending("sm_80"):
-        work = dry_run(job.config, plan).work
+        work = dry_run(job.config, split.plan(job)).work
     pieces = PIECES(job, split).stage(range(4))
     predicted = sum(piece.saved for piece in pieces) + max(piece.transient for piece in pieces)
     assert 0.999 * work.peak < predicted < 1.5 * work.peak
+
+
+@pytest.mark.parametrize("kind", ["heads", "keys"])
+def test_the_peak_of_ranks_with_pieces(kind):
+    """But for the rows that pass from a piece of the model to the next, which neither counts as its own."""
+    job, split = job_of("llama"), Split(tp=2, cp=2, cp_kind=kind)
+    with pretending("sm_80"):
+        peak, whole = (dry_run(job.config, s.plan(job)).work.peak for s in (split, Split(tp=2)))
+    pieces = PIECES(job, split)
+    stage = pieces.stage(range(4))
+    predicted = sum(piece.saved for piece in stage) + max(piece.transient for piece in stage)
+    assert 0.999 * (peak - pieces.hop_bytes) < predicted < 1.5 * peak and peak < whole
 
 
 def test_an_optimizer_is_a_pass_through_memory():

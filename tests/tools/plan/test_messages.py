@@ -9,15 +9,16 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.routing import evenly, routed
-from tpfuse import TensorParallel, data_parallel
+from tpfuse import data_parallel
 from tpfuse.models import GPTConfig
 from tpfuse.pipeline import schedule
 from tpfuse.pipeline.placement import Stage
 from tpfuse.tools.ledger import Ledger
+from tpfuse.tools.ledger.dryrun import axis_of, ranks_of
 from tpfuse.tools.ledger.layer import build, layer_kinds
 from tpfuse.tools.plan.cluster import Cluster, Level, preset
 from tpfuse.tools.plan.collectives import ALL_REDUCE, seconds
-from tpfuse.tools.plan.messages import between_stages, over_dp, over_tp
+from tpfuse.tools.plan.messages import between_stages, over_cp, over_dp, over_tp
 from tpfuse.tools.plan.pieces import LedgerCosts, run_pieces, run_shared_experts
 from tpfuse.tools.plan.split import Job, Split
 from tpfuse.tools.plan.step import micro_batches
@@ -30,12 +31,13 @@ MIXTURE = JOB._replace(config=GPTConfig(**SIZES, **EXPERTS))
 UNLIKE = JOB._replace(config=replace(MIXTURE.config, mlp_layers=(0, 3)))
 COSTS = LedgerCosts(preset("a100-80gb", 8))
 PLANS = [Split(2, 1, 1), Split(1, 2, 1, saving="smallest"), Split(2, 2, 1, micro_batch=2), Split(1, 2, 2, full=True)]
+PLANS += [Split(2, 2, cp=2, cp_kind="heads"), Split(1, 1, 2, cp=2, cp_kind="keys", full=True)]
 
 
 def parts_of(world, job, split):
-    """The model of a plan, and a function that runs a step's passes over rows of ids."""
-    mesh = world.stages(split.pp, split.dp, split.tp)
-    tp = TensorParallel(mesh["tp"], sequence_parallel=True, overlap="off")
+    """The ranks of a plan, and a function that runs a step's passes of its model over rows of ids."""
+    mesh = world.stages(split.pp, split.dp, split.cp, split.tp)
+    tp = ranks_of(split.plan(job), mesh, overlap="off")
     options = dict(saving=split.saving, full=split.full, dtype=job.dtype, device="cpu")
     options["dp"] = mesh["dp"] if split.dp > 1 else None
     options["experts"] = mesh["dp", "tp"] if split.over_replicas else None
@@ -43,7 +45,7 @@ def parts_of(world, job, split):
     if split.pp > 1:
         stage = Stage(mesh["pp"].get_local_rank(), split.pp, split.schedule, layers=split.layers)
         pipeline = schedule(build(job.config, tp=tp, stage=stage, **options), mesh["pp"], split.schedule, count)
-        return lambda ids, sums: pipeline.step(ids, labels=ids)
+        return tp, lambda ids, sums: pipeline.step(ids, labels=ids)
     replica = model = build(job.config, tp=tp, **options)
     group, summing = mesh["dp"].get_group(), []
     if split.dp > 1:
@@ -58,7 +60,7 @@ def parts_of(world, job, split):
                 replica.require_backward_grad_sync = i == count - 1
             replica(rows, labels=rows).loss.backward()
 
-    return step
+    return tp, step
 
 
 def summed(group, bucket, sums):
@@ -67,15 +69,30 @@ def summed(group, bucket, sums):
 
 
 def sent(world, job, split):
-    """Calls and bytes of this rank's messages in a step, by op, and the bytes of gradients that replicas sum."""
-    step, sums = parts_of(world, job, split), []
+    """Calls and bytes of this rank's messages in a step, by op and axis, and the bytes of gradients that replicas
+    sum."""
+    (tp, step), sums = parts_of(world, job, split), []
     ids = torch.arange(job.batch // split.dp * job.seq).reshape(-1, job.seq) % job.config.vocab_size
     for _ in range(2):  # warm-up: ranks compare their arguments, and DDP rebuilds its buckets
         step(ids, [])
     with Ledger() as ledger, routed(evenly):
         step(ids, sums)
-    messages = {e.op: ledger.total(op=e.op)[0::5] for e in ledger.entries if e.wire}
-    return messages, sum(sums)
+    messages = Counter()
+    for e in ledger.entries:
+        axis = axis_of(e.group, tp)
+        messages.update({(e.op, axis, "calls"): e.wire > 0, (e.op, axis, "bytes"): e.wire})
+    return counted(messages), sum(sums)
+
+
+def counted(messages):
+    """(calls, bytes) by op, and the axis of what is not over tp or over replicas."""
+    found = {}
+    for (op, axis, _), size in messages.items():
+        if size and not op.startswith(("send", "allreduce_")) and axis == "cp":
+            found[op, "cp"] = messages[op, axis, "calls"], messages[op, axis, "bytes"]
+        elif size:
+            found[op] = messages[op, axis, "calls"], messages[op, axis, "bytes"]
+    return found
 
 
 def predicted(job, split, stage):
@@ -91,8 +108,9 @@ def predicted(job, split, stage):
     for piece in pieces:
         for kind in "FB":
             for e, n in piece.passes[kind].items():
-                messages.update({(e.op, "calls"): n * count * (e.wire > 0), (e.op, "bytes"): n * count * e.wire})
-    by_op = {op: (messages[op, "calls"], messages[op, "bytes"]) for op, _ in messages if messages[op, "bytes"]}
+                key = e.op, e.group or "tp"
+                messages.update({(*key, "calls"): n * count * (e.wire > 0), (*key, "bytes"): n * count * e.wire})
+    by_op = counted(messages)
     if split.pp > 1:
         by_op["send"] = count, count * COSTS(job, split).hop_bytes
     parameters = sum(piece.parameters - piece.experts for piece in COSTS(job, split).stage(layers))
@@ -112,17 +130,18 @@ def test_ranks_with_experts_over_replicas_send_what_the_plan_says(ranks, split):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("split", PLANS, ids=lambda split: f"dp{split.dp}-tp{split.tp}-pp{split.pp}")
+@pytest.mark.parametrize("split", PLANS, ids=lambda split: split.mesh)
 @pytest.mark.parametrize("job", [JOB, MIXTURE, UNLIKE], ids=["dense", "experts", "both"])
 def test_ranks_send_what_the_plan_says(ranks, job, split):
     """Of experts where all ranks' have as many rows."""
     split = split._replace(layers=(4 // split.pp,) * split.pp)
     for rank, (messages, gradients) in enumerate(ranks(split.ranks, sent, job, split)):
-        predicted_messages, predicted_gradients = predicted(job, split, rank // (split.dp * split.tp))
+        predicted_messages, predicted_gradients = predicted(job, split, rank // (split.ranks // split.pp))
         summed_by_gloo = messages.pop("allreduce_", (0, 0))[1]
         assert messages == predicted_messages and gradients == predicted_gradients
         assert 0 <= summed_by_gloo - gradients < 100  # losses and counts of labels, which no plan has
         assert messages or gradients
+        assert any("cp" in op for op in messages if isinstance(op, tuple)) == (split.cp > 1)
         assert ("exchange_rows" in messages) == (job is not JOB and split.tp > 1)
 
 
@@ -150,6 +169,16 @@ def test_over_tp():
     assert over_tp("all_to_all", 15e8, Split(tp=16), TWO) == pytest.approx(1e-5 + 8e8 / 20e9)
 
 
+def test_over_cp():
+    """As over tp, between ranks that lie tp apart."""
+    split, wire = Split(tp=4, cp=4), 10**8 * 3 / 4
+    half = seconds(RING, 4, 10**8, TWO.link(4, 4)) / 2
+    assert over_cp("all_gather", wire, split, TWO) == half > over_tp("all_gather", wire, split, TWO)
+    assert over_cp("all_reduce", 10**8, split, TWO) == 2 * half
+    assert over_cp("all_to_all", wire, split, TWO) == seconds(ALL_REDUCE["direct"], 4, 10**8, TWO.direct(4, 4)) / 2
+    assert over_cp("all_gather", wire, Split(tp=4), TWO) == 0
+
+
 def test_over_dp():
     """26 MiB of gradients are two buckets."""
     split, size = Split(dp=4, tp=8), 26 << 20
@@ -158,6 +187,11 @@ def test_over_dp():
     assert over_dp(size, split._replace(sharded=True), TWO) == pytest.approx(1.5 * ring)
     assert over_dp(1, split, TWO) == seconds(RING, 4, 1, TWO.link(4, 8))
     assert over_dp(size, Split(tp=8), TWO) == over_dp(0, split, TWO) == 0
+    # of pieces: FSDP divides among dp x cp, and replicas stand further apart; of stages one gather is enough
+    pieces = Split(dp=2, cp=2, tp=8, cp_kind="heads")
+    assert over_dp(size, pieces._replace(sharded=True), TWO) == over_dp(size, split._replace(sharded=True), TWO)
+    assert over_dp(1, pieces, TWO) == seconds(RING, 2, 1, TWO.link(2, 16))
+    assert over_dp(size, split._replace(sharded=True, pp=2), TWO) == over_dp(size, split, TWO)
 
 
 def test_between_stages():

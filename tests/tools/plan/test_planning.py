@@ -105,7 +105,7 @@ def test_a_machine_has_to_be_named(capsys):
 def test_checked_plans_are_spread(monkeypatch):
     plans = fake.plans()
     steps = check.chosen(plans)
-    splits = {(s.split.dp, s.split.tp, s.split.pp) for s in steps}
+    splits = {(s.split.dp, s.split.cp, s.split.tp, s.split.pp) for s in steps}
     assert len(splits) == 4 and steps[0].seconds == min(s.seconds for s in steps)
     monkeypatch.setattr(check, "measure", lambda job, splits: [1, 2, 3, 4])
     assert "rank correlation (Spearman): " in check.checked(plans)
@@ -114,7 +114,7 @@ def test_checked_plans_are_spread(monkeypatch):
 
 def plan_of(tmp_path, **fields):
     split = dict(dp=1, tp=1, pp=2, schedule="interleaved", chunks=2, micro_batches=2, layers=[1, 1, 1, 1])
-    split |= dict(saving="smallest", full=True, sharded=False, over_replicas=False) | fields
+    split |= dict(saving="smallest", full=True, sharded=False, over_replicas=False, cp=1, cp_kind="auto") | fields
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(dict(job=dict(batch=4, seq=32, num_layers=4), plans=[split])))
     return path
@@ -127,6 +127,9 @@ SMALL = "--width 32 --layers 4 --heads 4 --seq 32 --batch 4 --max-mb 0.03 --prom
 def test_the_example_runs_a_plan(tmp_path):
     output = ok("train_gpt.py", *SMALL, "--plan", plan_of(tmp_path), "--out", tmp_path / "out", procs=2)
     assert "pp=2 (interleaved) x tp=1 x dp=1" in output
+    pieces = plan_of(tmp_path, pp=1, cp=2, cp_kind="keys", schedule="1f1b", chunks=1, layers=[4])
+    output = ok("train_gpt.py", *SMALL, "--plan", pieces, "--out", tmp_path / "pieces", procs=2)
+    assert "tp=1 x cp=2 x dp=1" in output
 
 
 @pytest.mark.parametrize(
@@ -147,4 +150,7 @@ def test_plans_that_the_example_refuses(tmp_path, monkeypatch, capsys, fields, o
 
 def test_fields_of_fix():
     assert planning.fixed_of("tp=2, full=yes,layers=2-2") == dict(tp=2, full=True, layers=(2, 2))
+    assert planning.fixed_of("cp=2,cp_kind=heads") == dict(cp=2, cp_kind="heads")
+    with pytest.raises(ValueError, match="cp_kind must be one of heads, keys, got auto"):
+        planning.fixed_of("cp_kind=auto")
     assert planning.fixed_of(None) == {}

@@ -104,7 +104,7 @@ def test_alpas_found_plans_and_figure_7b():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices, least, most", [(16, 40, 60), (32, 0, 10)])
+@pytest.mark.parametrize("devices, least, most", [pytest.param(16, 40, 60, marks=pytest.mark.rare), (32, 0, 10)])
 def test_mixtures_without_stages(devices, least, most):
     """Figure 7b's intra-operator parallelism alone: about half of linear on two nodes, almost nothing on four."""
     small = [mixtures.place(m) for m in mixtures.FOUND if m.plan.devices == mixtures.SMALLEST]

@@ -10,7 +10,7 @@ import pytest
 
 from tests.tools.plan import fake
 from tpfuse.tools.ledger.mfu import model_flops
-from tpfuse.tools.plan.explain import Scenario, binding, changes, formulas, runner_up
+from tpfuse.tools.plan.explain import Scenario, binding, changes, exchanged, formulas, runner_up
 from tpfuse.tools.plan.report import as_json, cells, draw, label
 from tpfuse.tools.plan.split import Split
 from tpfuse.tools.plan.step import STEP_PARTS
@@ -64,6 +64,17 @@ def test_cells():
         *("dp 2 x tp 1 x pp 2", 4, "smallest, full recompute", "FSDP", "zbv x 2"),
     )
     assert cells(Split())[-2:] == ("-", "-")
+
+
+def test_what_ranks_with_pieces_exchange():
+    split = Split(1, 2, micro_batch=1, cp=4, cp_kind="keys", sharded=True)
+    assert cells(split) == ("dp 1 x cp 4 (keys) x tp 2 x pp 1", 1, "fastest", "FSDP", "-")
+    (text,) = exchanged(fake.job(), split)
+    assert "each of 4 ranks has 16 of 64 positions; attention exchanges keys" in text
+    assert "with heads: they cannot be divided, with keys: 12.3 kB" in text  # 16 rows, 2 x 2 x 8, to 3, of 2, 2 and 4 B
+    (text,) = exchanged(fake.job(), split._replace(cp=2, cp_kind="heads"))
+    assert "each of 2 ranks has 32 of 64 positions; attention exchanges heads" in text and "heads: 4.10 kB" in text
+    assert exchanged(fake.job(), Split()) == []
 
 
 def test_explanation(plans):

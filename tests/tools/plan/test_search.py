@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 from tests.tools.plan import fake
 from tests.tools.plan.test_pieces import job_of
 from tpfuse.layers.block import SAVING
+from tpfuse.tools.ledger.presets import load_config
 from tpfuse.tools.plan import search as searching
 from tpfuse.tools.plan.cluster import preset
+from tpfuse.tools.plan.costs import cost_model
 from tpfuse.tools.plan.pieces import LedgerCosts
 from tpfuse.tools.plan.search import candidates, search
-from tpfuse.tools.plan.split import Split
+from tpfuse.tools.plan.split import Job, Split
 
 
 def brute(job, devices, costs, fixed=()):
@@ -87,7 +89,7 @@ def test_fixed_fields():
         (dict(tp=0), "tp must be a positive integer, got 0"),
         (dict(schedule="best"), "schedule must be one of gpipe, 1f1b,"),
         (dict(saving="all"), "saving must be one of fastest, smallest, got all"),
-        (dict(tp=3), "no split of 4 devices with tp=3 has dp x tp x pp = 4"),
+        (dict(tp=3), "no split of 4 devices with tp=3 has dp x cp x tp x pp = 4"),
         (dict(pp=4, chunks=3), "stages within 4 layers"),
         (dict(layers=(2, 0)), "layers must be positive numbers of blocks"),
     ],
@@ -122,6 +124,18 @@ def test_the_cheap_bound_holds_for_the_ledgers_pieces(name):
             split = plain._replace(saving=saving, full=full)
             assert bounds.cheap_bound(split) <= bounds.compute_bound(split) * (1 + 1e-12)
             assert (bounds.cheap_bound(split) > bounds.cheap_bound(plain)) == full
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "windows"])
+def test_the_cheap_bound_holds_for_pieces(name):
+    """From the cost of whole sequences, and one sum of all gradients: a model so small sends many, each for its
+    latency."""
+    pieces = LedgerCosts(preset("a100-80gb", 16))
+    bounds = searching._Search(job_of(name), cost_model(pieces.cluster, pieces=pieces), 1)
+    for kind, cp, full in itertools.product(("heads", "keys"), (2, 4), (False, True)):
+        split = Split(tp=2, cp=cp, cp_kind=kind, full=full)
+        assert 0.1 * bounds.compute_bound(split) < bounds.cheap_bound(split) <= bounds.compute_bound(split)
 
 
 def test_an_interrupt_leaves_the_best_so_far(monkeypatch):
@@ -159,6 +173,32 @@ def test_experts_over_replicas_are_candidates_where_the_model_can_have_them():
     assert not any(s.over_replicas for s in candidates(job_of("gpt2"), 8, {}))
     with pytest.raises(ValueError, match="no split of 8 devices with pp=2, over_replicas=True has"):
         candidates(job_of("mixed"), 8, dict(pp=2, over_replicas=True))
+
+
+def test_pieces_of_sequences_are_candidates():
+    """Of the kind that sends less, with micro-batches of one sequence where twice the replicas could have it whole."""
+    splits = candidates(fake.job(4, 8), 8, {})
+    pieces = [s for s in splits if s.cp > 1]
+    assert {s.cp for s in pieces} == {2, 4, 8} and {s.micro_batch for s in pieces} == {1}
+    assert {(s.dp, s.sharded) for s in pieces} == {(dp, sharded) for dp in (1, 2, 4) for sharded in (False, True)}
+    assert {(s.cp, s.cp_kind) for s in pieces if s.tp == 1} == {(2, "heads"), (4, "heads"), (8, "keys")}
+    assert {s.cp for s in candidates(fake.job(4, 8), 12, {}) if s.micro_batch == 2} == {1, 3}
+    keys = candidates(fake.job(4, 8), 8, dict(cp=2, micro_batch=2, cp_kind="keys"))
+    assert {(s.cp, s.micro_batch, s.cp_kind) for s in keys} == {(2, 2, "keys")}
+    assert not any(s.cp > 1 and s.over_replicas for s in candidates(job_of("mixed"), 8, {}))
+
+
+A100S = LedgerCosts(preset("a100-80gb", 64))
+
+
+def test_a_long_sequence_that_tensor_parallelism_alone_does_not_hold():
+    """131,072 tokens of an 8B model, eight ranks of tp in a node, nothing recomputed: a rank would need 83.9 GB."""
+    job, costs = Job(load_config("llama3.1-8b"), 8, 131072), cost_model(A100S.cluster, pieces=A100S)
+    fixed = dict(tp=8, pp=1, saving="fastest", full=False, sharded=True)
+    alone = search(job, 64, costs, fixed=fixed | dict(cp=1))
+    assert alone.steps == [] and alone.least == pytest.approx(83.9e9, rel=1e-3) and costs.limit == 72e9
+    best = search(job, 64, costs, fixed=fixed).steps[0]
+    assert (best.split.dp, best.split.cp, best.split.cp_kind) == (4, 2, "keys") and best.peak < 72e9
 
 
 def test_saving_of_recomputed_blocks():

@@ -292,13 +292,18 @@ def test_links_of_a_hamming_mesh():
     """Boards of four tp ranks: a ring of traces, two links of a rank; along dp, a port of a row for each; between
     stages, a board's four ports of columns carry the messages of four ranks to both sides."""
     network = hamming_mesh(256, 2)
-    tp, dp, pp = links(Split(dp=8, tp=4, pp=8), network)
+    tp, dp, pp, cp = links(Split(dp=8, tp=4, pp=8), network)
     assert tp.bandwidth == 2 * PLANE and dp.bandwidth == PLANE and pp.bandwidth == 0.5 * PLANE
     assert tp.latency == pytest.approx(1e-6 + 1e-9)  # both ends of a message, a trace
     assert dp.latency == pytest.approx(1e-6 + 2 * 25e-9 + 300e-9)  # two cables, a switch
     assert links(Split(dp=256), network).dp.bandwidth == 4 * PLANE  # two rings
     assert links(Split(dp=1, tp=4), network).dp == (0.0, 4 * PLANE, 0.0)  # nobody to send to
     assert links(Split(tp=2), network).tp.bandwidth == PLANE  # one trace
+    assert cp == (0.0, 4 * PLANE, 0.0)
+    inner, outer = (links(Split(tp=4, pp=8, **sizes), network) for sizes in (dict(cp=8), dict(dp=8)))
+    assert (inner.tp, inner.cp, inner.dp) == (outer.tp, outer.dp, cp)  # pieces stand where replicas would
+    both = links(Split(dp=4, cp=2, tp=4, pp=8), network)
+    assert both.dp == outer.dp._replace(bandwidth=both.dp.bandwidth) and both.tp == outer.tp
 
 
 def test_links_of_a_tree():
@@ -335,7 +340,7 @@ def test_groups_at_once_share_links():
         (lambda: dragonfly(64, parallel=5), "router has 64 ports, and 67 are asked for"),
         (lambda: dragonfly(20000), "at most 16512 accelerators, got 20000"),
         (lambda: links(Split(dp=65), fat_tree(64)), "dp 65 x tp 1 x pp 1 = 65 ranks do not fit on the 64"),
-        (lambda: links(Split(dp=0), fat_tree(64)), "dp, tp and pp must be positive"),
+        (lambda: links(Split(dp=0), fat_tree(64)), "dp, cp, tp and pp must be positive"),
         (lambda: spread(torus(9).graph, 0, {9: 1.0}), "no way from 0 to 9"),
     ],
 )

@@ -9,7 +9,7 @@ from ...kernels.runtime.launch import pretending
 from ...layers.block import SAVING
 from ...models.config.model import ModelConfig
 from ...models.stack import FULL, RECOMPUTE, saving_of
-from ...parallel import CP_KINDS, TensorParallel
+from ...parallel import CP_KINDS
 from ...pipeline.schedules import SCHEDULES
 from ..command import (
     CommandParser,
@@ -48,6 +48,19 @@ def _add_sizes(p: Options) -> None:
     )
 
 
+def add_context(p: Options) -> None:
+    """Adds --cp and --cp-kind."""
+    p.add_argument(
+        "--cp", type=positive, default=1, metavar="N", help="context-parallel size: ranks with a piece of each sequence"
+    )
+    p.add_argument(
+        "--cp-kind",
+        choices=CP_KINDS,
+        default="auto",
+        help="what attention exchanges over --cp: heads, or all keys and values (default: auto, what sends less)",
+    )
+
+
 def _add_imbalance(p: Options) -> None:
     """Adds --imbalance."""
     p.add_argument(
@@ -79,6 +92,7 @@ def add_saving(p: Options) -> None:
 def _add_step(p: Options) -> None:
     """Adds the options of a micro-batch on a rank of any world."""
     _add_sizes(p)
+    add_context(p)
     _add_imbalance(p)
     add_seq(p, 2048)
     p.add_argument("--micro-batch", type=positive, default=1, metavar="N", help="sequences that a replica runs at once")
@@ -101,6 +115,8 @@ def plan_of(args: Namespace, tp: int, dp: int, micro_batch: int, optimizer: str 
         dtype=DTYPES[args.dtype],
         optimizer=optimizer,
         full=args.recompute == FULL,
+        cp=args.cp,
+        cp_kind=args.cp_kind,
     )
 
 
@@ -128,8 +144,9 @@ def register_ledger(p: CommandParser) -> None:
         type=positive,
         default=1,
         metavar="N",
-        help="tensor-parallel size, with sequence parallelism; above 1, tpfuse's columns alone",
+        help="tensor-parallel size, with sequence parallelism; above 1, as of --cp, tpfuse's columns alone",
     )
+    add_context(p)
     _add_imbalance(p)
     index = bounded(int, lambda x: x >= 0, "a number of at least 0")
     p.add_argument(
@@ -150,8 +167,9 @@ def register_ledger(p: CommandParser) -> None:
 def _run_ledger(args: Namespace) -> None:
     if (args.ms is None) != (args.bandwidth is None):
         raise ValueError("--ms and --bandwidth go together")
-    with pretending(args.arch), dryrun.fake_world(args.tp) as mesh:
-        tp = TensorParallel(mesh["tp"], sequence_parallel=True)
+    plan = dryrun.Plan(args.tp, cp=args.cp, cp_kind=args.cp_kind)
+    with pretending(args.arch), dryrun.fake_world(plan.tp, cp=plan.cp) as mesh:
+        tp = dryrun.ranks_of(plan, mesh)
         sizes = dict(batch=args.batch, seq=args.seq)
         comparison = layer.compare(
             load_config(args.model), **sizes, dtype=DTYPES[args.dtype], tp=tp, imbalance=args.imbalance,
@@ -186,38 +204,43 @@ def register_memory(p: CommandParser) -> None:
 
 
 class _Case(NamedTuple):
-    """A row of the table of activations; the last two as :func:`activation_bytes` takes them."""
+    """A row of the table of activations; ``recompute`` and ``full`` as :func:`activation_bytes` takes them."""
 
     name: str
     tp: int
     sequence_parallel: bool
     recompute: str
     full: bool = False
+    cp: int = 1
 
     def plan(self, plan: dryrun.Plan) -> dryrun.Plan:
         """Returns ``plan`` with these choices; without replicas, unless experts are divided among them."""
         dp = plan.dp if plan.over_replicas else 1
         return plan._replace(
-            tp=self.tp, dp=dp, sequence_parallel=self.sequence_parallel, saving=self.recompute, full=self.full
-        )
+            tp=self.tp, dp=dp, sequence_parallel=self.sequence_parallel, saving=self.recompute, full=self.full,
+            cp=self.cp,
+        )  # fmt: skip
 
 
-def _cases(tp: int) -> list[_Case]:
+def _cases(plan: dryrun.Plan) -> list[_Case]:
+    tp, cp = plan.tp, plan.cp
+    pieces = f", CP {cp} ({plan.cp_kind})" if cp > 1 else ""
     plain = [_Case("no parallelism", 1, False, "none"), _Case("full recompute", 1, False, "full")]
     ours: list[_Case] = []
     for sp in (False, True):
         name = f"TP {tp}{' + SP' if sp else ''}"
         plain += [_Case(name, tp, sp, "none"), _Case(f"{name}, selective", tp, sp, "selective")]
-        ours += [_Case(f"tpfuse, {name}, {saving}", tp, sp, saving) for saving in SAVING]
-        ours += [_Case(f"tpfuse, {name}, full recompute", tp, sp, SAVING[0], full=True)]
+        ours += [_Case(f"tpfuse, {name}{pieces}, {saving}", tp, sp, saving, cp=cp) for saving in SAVING]
+        ours += [_Case(f"tpfuse, {name}{pieces}, full recompute", tp, sp, SAVING[0], full=True, cp=cp)]
     return plain + ours
 
 
 def _run_memory(args: Namespace) -> None:
-    config, plan = load_config(args.model), _step_plan(args)
+    config = load_config(args.model)
+    plan = _step_plan(args).settled(config)
     kinds, unit = layers_by_mlp(config).values(), plan.seq * plan.micro_batch * config.hidden_size
     rows, values, bars = [], {}, {}
-    for first, case in itertools.product((layers[0] for layers in kinds), _cases(args.tp)):
+    for first, case in itertools.product((layers[0] for layers in kinds), _cases(plan)):
         s = Shape.of(config, first)
         if s.experts is not None and case.recompute not in SAVING:
             continue  # a plain layer has one MLP
@@ -260,15 +283,6 @@ def register_dryrun(p: CommandParser) -> None:
     integers = comma_separated(positive)
     add_model(p)
     _add_step(p)
-    p.add_argument(
-        "--cp", type=positive, default=1, metavar="N", help="context-parallel size: ranks with a piece of each sequence"
-    )
-    p.add_argument(
-        "--cp-kind",
-        choices=CP_KINDS,
-        default="auto",
-        help="what attention exchanges over --cp: heads, or all keys and values (default: auto, what sends less)",
-    )
     add_arch(p)
     p.add_argument(
         "--sweep",
@@ -312,13 +326,13 @@ def _run_sweep(args: Namespace, config: ModelConfig) -> None:
 
 def _run_stages(args: Namespace, config: ModelConfig) -> None:
     with pretending(args.arch):
-        ranks = stages.run(config, _step_plan(args)._replace(cp=args.cp), _pipe(args))
+        ranks = stages.run(config, _step_plan(args), _pipe(args))
     print_result(args, stages.report(ranks), dict(config=asdict(config), ranks=stages.as_json(ranks)))
 
 
 def _run_rank(args: Namespace, config: ModelConfig) -> None:
     with pretending(args.arch):
-        r = dryrun.run(config, _step_plan(args)._replace(cp=args.cp, cp_kind=args.cp_kind))
+        r = dryrun.run(config, _step_plan(args))
     states = {"DDP": r.held.state, "data_parallel": r.held.viewed, "FSDP": r.held.sharded}
     bars = {name: state._asdict() | {"activations": r.work.peak} for name, state in states.items()}
     formulas = {name: dict(counted=n, formula=formula) for name, n, formula, _ in dryrun.against_formulas(r)}

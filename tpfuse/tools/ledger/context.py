@@ -11,6 +11,7 @@ pieces of its sequences, forward and backward, and what attention saves.
     gradients               reduced_bytes of each matrix and bias that tensor-parallel ranks divide, and of all vectors
                             that they do not, packed into one tensor of accumulators
     saved        as of one rank with m rows, and of "heads" o once more, as one GEMM reads it, and the copies of k and v
+    gathered     "keys": m 2 g E e C for a while, forward and backward
 """
 
 from typing import NamedTuple
@@ -51,6 +52,11 @@ class PieceExchange(NamedTuple):
         return self.rows * slots * self.width * self.element
 
     @property
+    def gathered(self) -> int:
+        """Bytes of the keys and values of whole sequences that a rank has while it attends, of "keys"."""
+        return 2 * self.split.groups * self.width * self.element * self.rows * self.split.ranks * (self.kind == "keys")
+
+    @property
     def messages(self) -> tuple[int, int]:
         """Messages that a rank sends in forward and in backward."""
         others = self.split.ranks - 1
@@ -72,8 +78,7 @@ class PieceBlock(NamedTuple):
         layer: int | None = None,
     ) -> "PieceBlock":  # fmt: skip
         """Takes ``rows`` of a piece on each of ``ranks``, context-parallel ones."""
-        groups = max(1, config.kv_heads // tp)
-        split = HeadSplit(groups, config.num_heads // tp // groups, ranks)
+        split = HeadSplit.of(config.num_heads, config.kv_heads, tp=tp, ranks=ranks)
         return cls(config, tp, PieceExchange(split, config.head_size, rows, kind, element=element), layer)
 
     @property
@@ -81,10 +86,11 @@ class PieceBlock(NamedTuple):
         """(elements, bytes of one) of each sum over the pieces."""
         c, t, s, wired = self.config, self.tp, Shape.of(self.config, self.layer), Wired.of(self.config)
         (groups, heads, _), E, e = self.attention.split, self.attention.width, self.attention.element
-        qkv, o, accumulator = (groups * heads + 2 * groups) * E, groups * heads * E, max(4, e)
+        o, kv, accumulator = groups * heads * E, 2 * groups * E, max(4, e)
+        projections = [o + kv] if c.kv_heads >= t else [o, kv]  # apart where several ranks have the same kv head
         norm = 2 if KINDS[c.norm].centred and c.norm_bias else 1
         vectors = (wired.norms + wired.branch_norms) * norm + c.out_bias + c.mlp_bias
-        divided = [qkv * s.D, c.qkv_bias * qkv, o * s.D]
+        divided = [n * size for n in projections for size in (s.D, c.qkv_bias)] + [o * s.D]
         if getattr(c, "qk_norm", False):
             divided += [o, groups * E] if getattr(c, "qk_norm_all", False) else [E, E]
         mlps = [(1 if s.experts is None else s.experts.num_experts, s.F)]

@@ -23,6 +23,7 @@ from ...models.config.model import ModelConfig
 from ...models.model import Model
 from ...parallel import TensorParallel
 from ...sequence_parallel.assumed import assumed_imbalance
+from ...sequence_parallel.context import HeadSplit
 from ...training.data_parallel import BUCKETS, bucket_count
 from .aten import ATTENTION, COMMUNICATION, GEMM
 from .context import PieceBlock
@@ -92,11 +93,23 @@ class Plan(NamedTuple):
         cp = f" x cp {self.cp} ({self.cp_kind})" if self.cp > 1 else ""
         return f"tp {self.tp}{cp} x dp {self.dp}"
 
+    def settled(self, config: ModelConfig) -> "Plan":
+        """Returns the plan with the kind that a model takes for "auto"."""
+        if self.cp == 1 or self.cp_kind != "auto":
+            return self
+        split = HeadSplit.of(config.num_heads, config.kv_heads, tp=self.tp, ranks=self.cp)
+        return self._replace(cp_kind=split.cheaper)
+
     @property
     def piece(self) -> int:
         """Positions of a rank's piece of a sequence, one chunk, or of "keys" two; the last may be padding."""
         chunks = 2 if self.cp > 1 and self.cp_kind == "keys" else 1
         return -(-self.seq // (chunks * self.cp)) * chunks
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks have the same part of the weights, which FSDP2 divides among them: dp x cp."""
+        return self.dp * self.cp
 
     @property
     def expert_replicas(self) -> int:
@@ -107,7 +120,7 @@ class Plan(NamedTuple):
 class RankMemory(NamedTuple):
     """Bytes that one rank holds, and those that it sends over dp once per step.
 
-    ``state``: under DDP; ``viewed``: under tpfuse.data_parallel; ``sharded``: under FSDP2.
+    ``state``: under DDP; ``viewed``: under tpfuse.data_parallel; ``sharded``: under FSDP2, over dp x cp.
     ``reduced``: DDP's all-reduces of gradient buckets, calls and bytes sent (a ring sends 2 (dp - 1) / dp of them);
     ``sharded_wire``: bytes that FSDP sends instead (two all-gathers, a reduce-scatter).
     """
@@ -169,12 +182,22 @@ def planned_model(config: ModelConfig, plan: Plan, mesh: DeviceMesh) -> Model:
         plan.cp == 1 or not plan.over_replicas,
         f"dry run: experts over replicas are not built for cp=, got cp={plan.cp}; leave one of them off",
     )
-    tp = TensorParallel(
-        mesh["tp"], sequence_parallel=plan.sequence_parallel, cp=mesh["cp"] if plan.cp > 1 else None,
-        cp_kind=plan.cp_kind,
-    )  # fmt: skip
+    tp = ranks_of(plan, mesh)
     experts = expert_ranks_of(mesh, tp) if plan.expert_replicas > 1 else None
     return build(config, tp=tp, dp=mesh["dp"], experts=experts, saving=plan.saving, full=plan.full, dtype=plan.dtype)
+
+
+def ranks_of(plan: Plan, mesh: DeviceMesh, *, overlap: str = "auto") -> TensorParallel:
+    """Returns the tensor-parallel ranks of a plan, and those that hold pieces of its sequences, on a mesh with "cp" and
+    "tp"."""
+    return TensorParallel(
+        mesh["tp"], sequence_parallel=plan.sequence_parallel, overlap=overlap, cp=mesh["cp"], cp_kind=plan.cp_kind
+    )
+
+
+def axis_of(group: str, tp: TensorParallel) -> str:
+    """Returns the axis that a collective among the ranks of a model's ``group`` is over, "cp" or else "tp"."""
+    return "cp" if tp.cp is not None and group == tp.cp.group_name else "tp"
 
 
 def expert_ranks_of(mesh: DeviceMesh, tp: TensorParallel) -> TensorParallel:
@@ -187,7 +210,7 @@ def held_by(model: Model, plan: Plan) -> RankMemory:
     """Returns the memory of this rank's part of a model."""
     pairs = zip(named_specs(model), model.parameters(), strict=True)
     averaged: list[Tensor] = [p for (*_, tp), p in pairs if tp.replicas == 1]
-    ring = (plan.dp - 1) / plan.dp
+    ring = lambda n: (n - 1) / n
     buckets = bucket_count(averaged, BUCKETS) if plan.dp > 1 else 0
     state = functools.partial(state_bytes, model, dp=plan.dp, optimizer=plan.optimizer)
     gradients = sum(p.numel() * p.element_size() for p in averaged)
@@ -195,9 +218,9 @@ def held_by(model: Model, plan: Plan) -> RankMemory:
         parameters=sum(p.numel() for p in model.parameters()),
         state=state(),
         viewed=state(bucket_views=True),
-        sharded=state(sharded=True),
-        reduced=(buckets, int(2 * ring * gradients)),
-        sharded_wire=int(3 * ring * gradients),
+        sharded=state(dp=plan.replicas, sharded=True),
+        reduced=(buckets, int(2 * ring(plan.dp) * gradients)),
+        sharded_wire=int(3 * ring(plan.replicas) * gradients),
     )
 
 
@@ -221,10 +244,9 @@ def _work(model: Model, plan: Plan) -> tuple[MicroBatchCost, Ledger]:
         loss.backward()
     progress.clear()
     total, messages = ledger.total(), dict[tuple[str, str, str], tuple[int, int]]()
-    context = None if model.tp.cp is None else model.tp.cp.group_name
     for (op, phase, kind, group), row in ledger.sums("op", "phase", "kind", "group").items():
         if kind == COMMUNICATION:
-            key = "cp" if group == context else "tp", op, phase
+            key = axis_of(group, model.tp), op, phase
             calls, wire = messages.get(key, (0, 0))
             messages[key] = calls + row.calls, wire + row.wire
     cp_wire = sum(wire for (over, *_), (_, wire) in messages.items() if over == "cp")
@@ -246,7 +268,8 @@ def _work(model: Model, plan: Plan) -> tuple[MicroBatchCost, Ledger]:
 
 def layer_bytes(config: ModelConfig, plan: Plan, layer: int | None = None) -> float:
     """Returns the bytes that one layer saves for backward on one rank, in closed form (:func:`activation_bytes`)."""
-    more = 0 if plan.full or plan.cp == 1 else _piece_block(config, plan, layer).attention.saved
+    plan = plan.settled(config)
+    more = 0 if plan.full or plan.cp == 1 else piece_block(config, plan, layer).attention.saved
     return more + activation_bytes(
         config, plan.tp, plan.sequence_parallel, plan.saving, full=plan.full, seq=plan.piece, batch=plan.micro_batch,
         element_size=plan.dtype.itemsize, imbalance=plan.imbalance, replicas=plan.expert_replicas, layer=layer,
@@ -302,12 +325,13 @@ def expected_cp_wire(config: ModelConfig, plan: Plan) -> int:
     table = -(-config.vocab_size // plan.tp) * config.hidden_size
     wire = 2 * reduced_bytes(table, plan.dtype.itemsize, plan.cp)
     for layers in layers_by_mlp(config).values():
-        wire += len(layers) * _piece_block(config, plan, layers[0]).wire(recomputed=plan.full)
+        wire += len(layers) * piece_block(config, plan, layers[0]).wire(recomputed=plan.full)
     return wire
 
 
-def _piece_block(config: ModelConfig, plan: Plan, layer: int | None) -> PieceBlock:
+def piece_block(config: ModelConfig, plan: Plan, layer: int | None = None) -> PieceBlock:
     """Returns a layer's block on one of the ranks that hold pieces of the sequences."""
+    plan = plan.settled(config)
     rows, element = plan.piece * plan.micro_batch, plan.dtype.itemsize
     return PieceBlock.of(config, tp=plan.tp, rows=rows, ranks=plan.cp, kind=plan.cp_kind, element=element, layer=layer)
 
@@ -347,6 +371,8 @@ def memory_table(r: DryRun) -> str:
     names = "parameters", "gradients", f"optimizer ({plan.optimizer})", "DDP buckets", "FSDP, whole blocks"
     rows = [(name, *(quantity(getattr(state, part), "B") for state in states)) for name, part in zip(names, parts)]
     rows.append(("activations and temporaries at the peak", *[quantity(work.peak, "B")] * 3))
+    if gathered := piece_block(r.config, plan).attention.gathered:
+        rows.append(("of these keys and values, gathered", *[quantity(gathered, "B")] * 3))
     rows.append(("peak", *(quantity(state.total + work.peak, "B") for state in states)))
     return table(("memory a rank", "DDP", "data_parallel", "FSDP"), rows)
 

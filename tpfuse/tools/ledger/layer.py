@@ -321,7 +321,7 @@ def compare(
     s, element_size = Shape.of(config), dtype.itemsize
     columns: list[Column] = []
     traces: dict[str, Ledger] = {}
-    one_process = tp is None or tp.size == 1
+    one_process = tp is None or tp.call_size == 1
     if one_process and not (s.gated or s.parallel) and s.G == s.H and s.H * s.E == s.D:
         traces[PLAIN] = trace(plain_layer(config, batch=batch, seq=seq, dtype=dtype, activation_dropout=config.dropout))
         scores = batch * s.H * seq * seq * element_size

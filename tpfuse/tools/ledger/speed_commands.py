@@ -16,7 +16,7 @@ from ..command import (
 )
 from ..options import DTYPES, MODEL_HELP, add_dtype, add_model
 from . import machine, mfu, plots, steptime
-from .commands import add_saving, plan_of
+from .commands import add_context, add_saving, plan_of
 from .presets import load_config
 from .text import quantity, table
 
@@ -115,6 +115,7 @@ def register_predict(p: CommandParser) -> None:
     p.runs(_run_predict)
     add_model(p, default="gpt-3m")
     p.add_argument("--choices", type=_pairs, default="1x1,2x1,1x2,2x2", metavar="TPxDP,..", help="tp x dp to compare")
+    add_context(p)
     p.add_argument("--batch", type=positive, default=8, metavar="N", help="sequences in a step, over all replicas")
     add_seq(p, 256)
     p.add_argument(
@@ -147,11 +148,12 @@ def _run_predict(args: Namespace) -> None:
     else:
         checked = [steptime.Checked(steptime.predict(config, p, speeds, batch=args.batch)) for p in plans]
     values: list[dict[str, Any]] = [
-        dict(tp=c.prediction.plan.tp, dp=c.prediction.plan.dp, micro_batch=c.prediction.plan.micro_batch)
+        {name: getattr(c.prediction.plan, name) for name in ("tp", "cp", "dp", "micro_batch")}
         | dict(seconds=c.prediction.seconds, parts=c.prediction.parts, measured=c.measured, error_percent=c.error)
         for c in checked
     ]
     bars = {f"tp {v['tp']}, dp {v['dp']}": v["parts"] for v in values}
-    title = f"{args.model}, batch {args.batch} x {args.seq}: predicted time of a step"
+    pieces = f", cp {args.cp}" if args.cp > 1 else ""
+    title = f"{args.model}, batch {args.batch} x {args.seq}{pieces}: predicted time of a step"
     draw = lambda path: plots.bars(bars, path, title=title, axis="a step", unit="s")
     present(args, steptime.report(checked), values, draw)

@@ -16,19 +16,18 @@ from ...kernels.runtime.deferred import WeightGradients
 from ...kernels.runtime.errors import check
 from ...models.config.model import ModelConfig
 from ...models.model import Model
-from ...parallel import TensorParallel
 from ...pipeline.action import BACKWARD, FORWARD, INPUT, WEIGHT, Action
 from ...pipeline.placement import Chunk, Stage
 from ...pipeline.schedules import SCHEDULES, Order, order
 from ...sequence_parallel.assumed import assumed_imbalance
-from .dryrun import Plan, fake_world
+from .dryrun import Plan, axis_of, fake_world, ranks_of
 from .layer import build, token_ids
 from .memory import StateBytes, saved_bytes, state_bytes
 from .recorder import Entry, Ledger, Row, add_up
 from .shapes import check_imbalance
 from .text import progress, quantity, table
 
-Counts = dict[tuple[str, str], Row]  # by op and kind
+Counts = dict[tuple[str, str, str], Row]  # by op, kind and the axis of a message
 
 
 class Pipe(NamedTuple):
@@ -41,7 +40,8 @@ class Pipe(NamedTuple):
 
 
 class StageRun(NamedTuple):
-    """A micro-batch's calls of a stage, by pass, and bytes.
+    """A micro-batch's calls of a stage, by pass, and bytes; the ``group`` of a message's call is the axis that it is
+    over, "tp" or "cp".
 
     ``temporaries``: the most alive during a pass beyond what is saved, or of a backward pass, beyond its start.  The
     others are as of StageWork.
@@ -69,8 +69,8 @@ class StageWork(NamedTuple):
 
 
 class RankMessage(NamedTuple):
-    """Messages of a step of one rank: "pp", "dp" or "tp", what they are, how many, and the bytes that it sends, or of a
-    sum those that it gives to it."""
+    """Messages of a step of one rank: "pp", "dp", "cp" or "tp", what they are, how many, and the bytes that it sends,
+    or of a sum those that it gives to it."""
 
     over: str
     op: str
@@ -99,12 +99,14 @@ class RankRun(NamedTuple):
         return self.order.actions[self.rank]
 
     @property
-    def step(self) -> dict[tuple[str, str, str], Row]:
-        """Costs of a step on this rank, by pass, op and kind; without the messages between stages."""
-        sums: dict[tuple[str, str, str], Row] = {}
+    def step(self) -> dict[tuple[str, str, str, str], Row]:
+        """Costs of a step on this rank, by pass, op, kind and the axis of a message; without the messages between
+        stages."""
+        sums: dict[tuple[str, str, str, str], Row] = {}
         for a in self.actions:
-            for (op, kind), row in self.stages[a.chain, a.stage].passes[a.kind].items():
-                sums[a.kind, op, kind] = _sum((sums.get((a.kind, op, kind), Row()), row))
+            for call, row in self.stages[a.chain, a.stage].passes[a.kind].items():
+                key = a.kind, *call
+                sums[key] = _sum((sums.get(key, Row()), row))
         return sums
 
     @property
@@ -132,16 +134,16 @@ class RankRun(NamedTuple):
     @property
     def messages(self) -> list[RankMessage]:
         """Those of a step."""
-        sent = [self.stages[a.chain, a.stage].rows for a in self.actions if self._leaves(a)]
-        messages = [RankMessage("pp", "send", len(sent), sum(sent))]
+        rows = [self.stages[a.chain, a.stage].rows for a in self.actions if self._leaves(a)]
+        messages = [RankMessage("pp", "send", len(rows), sum(rows))]
         if self.copied[0]:
             messages.append(RankMessage("pp", "send (gradients of copies)", *self.copied))
         messages.append(RankMessage("pp", "all_reduce (losses)", 1, self.loss_bytes))
         if self.plan.dp > 1:
             messages.append(RankMessage("dp", "all_reduce (gradients)", self.gradients, self.state.gradients))
             messages.append(RankMessage("dp", "all_reduce (losses, labels)", 2, self.loss_bytes + 8))
-        by_pass = [(f"{op} ({kind})", row) for (kind, op, _), row in self.step.items() if row.wire]
-        return messages + [RankMessage("tp", op, row.calls, row.wire) for op, row in by_pass]
+        sent = [(axis, f"{op} ({kind})", row) for (kind, op, _, axis), row in self.step.items() if row.wire]
+        return messages + [RankMessage(axis, op, row.calls, row.wire) for axis, op, row in sent]
 
     def _leaves(self, a: Action) -> bool:
         """Returns True where another rank waits for an action's result."""
@@ -156,10 +158,6 @@ def run(config: ModelConfig, plan: Plan, pipe: Pipe) -> list[RankRun]:
     ValueError, as at run time, for numbers that a schedule cannot do, sizes that cannot be split and experts over
     replicas, and for an imbalance that the ranks cannot have.
     """
-    check(
-        plan.cp == 1,
-        f"dry run: context parallelism is not counted for pipeline stages, got cp={plan.cp} and pp={pipe.ranks}",
-    )
     check(not plan.over_replicas, "dry run: experts over replicas are not built for pipeline stages")
     check_imbalance("dry run", config, plan.imbalance, plan.tp)
     ranks = list(range(pipe.ranks))
@@ -169,8 +167,8 @@ def run(config: ModelConfig, plan: Plan, pipe: Pipe) -> list[RankRun]:
 def _rank(config: ModelConfig, plan: Plan, pipe: Pipe, rank: int) -> RankRun:
     schedule = SCHEDULES.get(pipe.schedule)
     actions = order(pipe.schedule, pipe.ranks, pipe.micro_batches, chunks=pipe.chunks)
-    with fake_world(plan.tp, plan.dp, pipe.ranks, rank) as mesh:
-        tp = TensorParallel(mesh["tp"], sequence_parallel=plan.sequence_parallel)
+    with fake_world(plan.tp, plan.dp, pipe.ranks, rank, cp=plan.cp) as mesh:
+        tp = ranks_of(plan, mesh)
         stage = Stage(rank, pipe.ranks, pipe.schedule, pipe.chunks)
         dp = mesh["dp"] if plan.dp > 1 else None
         model = build(config, tp=tp, dp=dp, saving=plan.saving, full=plan.full, dtype=plan.dtype, stage=stage)
@@ -181,7 +179,7 @@ def _rank(config: ModelConfig, plan: Plan, pipe: Pipe, rank: int) -> RankRun:
         ]
         return RankRun(
             rank,
-            plan,
+            plan._replace(cp_kind=model.tp.cp_kind),
             actions,
             stages,
             parameters=sum(p.numel() for p in model.parameters()),
@@ -222,7 +220,8 @@ def run_stage(model: Any, chunk: Chunk, plan: Plan, *, split: bool) -> StageRun:
         held = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in store.held())}
         store.take()()
         end(WEIGHT, begun)
-    (_, forward, back, _), entries = ends, ledger.entries
+    entries = [e._replace(group=axis_of(e.group, model.tp)) if e.group else e for e in ledger.entries]
+    _, forward, back, _ = ends
     return StageRun(
         {FORWARD: entries[:forward], BACKWARD: entries[forward:], INPUT: entries[forward:back], WEIGHT: entries[back:]},
         temporaries | {BACKWARD: max(temporaries[INPUT], temporaries[WEIGHT])},
@@ -241,11 +240,11 @@ def _stage(model: Model, chunk: Chunk, plan: Plan, *, split: bool) -> StageWork:
 
 
 def _counts(entries: Iterable[Entry]) -> Counts:
-    """Returns the sums of entries that compute or send, by op and kind."""
-    groups: dict[tuple[str, str], list[Entry]] = {}
+    """Returns the sums of entries that compute or send, by op, kind and axis."""
+    groups: dict[tuple[str, str, str], list[Entry]] = {}
     for e in entries:
         if e.flops or e.wire:
-            groups.setdefault((e.op, e.kind), []).append(e)
+            groups.setdefault((e.op, e.kind, e.group), []).append(e)
     return {key: add_up(group) for key, group in groups.items()}
 
 
@@ -280,7 +279,7 @@ def report(ranks: list[RankRun]) -> str:
     """Returns a dry run of a pipeline as text."""
     plan, order = ranks[0].plan, ranks[0].order
     head = (
-        f"{order.schedule} over {len(ranks)} ranks of tp {plan.tp} x dp {plan.dp}, {order.micro_batches} micro-batches"
+        f"{order.schedule} over {len(ranks)} ranks of {plan.axes}, {order.micro_batches} micro-batches"
         f" of {plan.micro_batch} x {plan.seq} tokens; a step of each rank"
     )
     rows = [(r.rank, m.over, m.op, m.calls, quantity(m.bytes, "B")) for r in ranks for m in r.messages]

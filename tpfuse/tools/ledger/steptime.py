@@ -16,11 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ...models.config.model import ModelConfig
-from ...parallel import TensorParallel
 from ...sequence_parallel.assumed import assumed_imbalance
 from ...training.data_parallel import data_parallel
 from .aten import COMMUNICATION, KINDS
-from .dryrun import Plan, fake_world, held_by, planned_model
+from .dryrun import Plan, axis_of, fake_world, held_by, planned_model, ranks_of
 from .layer import build, token_ids
 from .machine import Machine, key
 from .processes import on_ranks
@@ -54,8 +53,8 @@ def predict(config: ModelConfig, plan: Plan, machine: Machine, *, batch: int) ->
     ValueError for sizes that cannot be split, or a dtype that the machine was not calibrated for.
     """
     k = micro_batches(plan, batch)
-    speeds, shared = machine.table(plan.dtype, plan.tp * plan.dp)
-    with fake_world(plan.tp, plan.dp) as mesh:
+    speeds, shared = machine.table(plan.dtype, plan.ranks)
+    with fake_world(plan.tp, plan.dp, cp=plan.cp) as mesh:
         model = planned_model(config, plan, mesh)
         buckets, sent = held_by(model, plan).reduced
         optimizer = torch.optim.AdamW(model.parameters())
@@ -67,7 +66,7 @@ def predict(config: ModelConfig, plan: Plan, machine: Machine, *, batch: int) ->
 
     def seconds(e: Entry) -> float:
         communication = e.kind == COMMUNICATION
-        ranks = e.ranks or plan.tp
+        ranks = e.ranks or (plan.cp if axis_of(e.group, model.tp) == "cp" else plan.tp)
         line = speeds.message(e.op, ranks) if communication else speeds.ops.get(key(e)) or speeds.ops.get(e.kind)
         if line is None:
             raise ValueError(
@@ -79,9 +78,9 @@ def predict(config: ModelConfig, plan: Plan, machine: Machine, *, batch: int) ->
     parts["optimizer"] = sum(map(seconds, update.entries))
     parts["overhead"] = speeds.overhead * (k * len(micro.entries) + len(update.entries))
     if plan.dp > 1:
-        line = speeds.message("all_reduce", plan.tp * plan.dp)
+        line = speeds.message("all_reduce", plan.ranks)
         if line is None:
-            raise ValueError(f"machine: all_reduce over {plan.tp * plan.dp} ranks was not calibrated")
+            raise ValueError(f"machine: all_reduce over {plan.ranks} ranks was not calibrated")
         parts["dp"] = buckets * line.alpha + sent * line.per_byte
     parts = {name: shared * value for name, value in parts.items() if value}
     return Prediction(plan, batch, sum(parts.values()), parts)
@@ -91,18 +90,19 @@ def predict(config: ModelConfig, plan: Plan, machine: Machine, *, batch: int) ->
 
 
 def measure(config: ModelConfig, plan: Plan, *, batch: int, steps: int = 8) -> float:
-    """Returns the seconds of a step, the median of ``steps``, on tp x dp processes of this machine.
+    """Returns the seconds of a step, the median of ``steps``, on as many processes of this machine as the plan has
+    ranks.
 
     Each has one thread, and overlap is off, as predicted.
     """
     micro_batches(plan, batch)
-    return on_ranks(plan.tp * plan.dp, functools.partial(train, config, plan, batch=batch, steps=steps))
+    return on_ranks(plan.ranks, functools.partial(train, config, plan, batch=batch, steps=steps))
 
 
 def train(config: ModelConfig, plan: Plan, *, batch: int, steps: int) -> float:
     """Returns the seconds of a step on the processes of this world; each rank calls it."""
-    mesh = init_device_mesh("cpu", (plan.dp, plan.tp), mesh_dim_names=("dp", "tp"))
-    tp = TensorParallel(mesh["tp"], sequence_parallel=plan.sequence_parallel, overlap="off")
+    mesh = init_device_mesh("cpu", (plan.dp, plan.cp, plan.tp), mesh_dim_names=("dp", "cp", "tp"))
+    tp = ranks_of(plan, mesh, overlap="off")
     experts = mesh["dp", "tp"] if plan.over_replicas else None
     model = build(
         config, tp=tp, dp=mesh["dp"], experts=experts, saving=plan.saving, full=plan.full, dtype=plan.dtype,
@@ -172,11 +172,12 @@ def report(checked: list[Checked]) -> str:
     """Returns predictions as text."""
     names = [n for n in (*KINDS, "optimizer", "dp", "overhead") if any(n in c.prediction.parts for c in checked)]
     errors = [c.error for c in checked if c.error is not None]
-    header = ["tp", "dp", "micro-batch", "a step", "tokens/s", *(["measured", "error"] if errors else []), *names]
+    header = ["tp", "cp", "dp", "micro-batch", "a step", "tokens/s", *(["measured", "error"] if errors else []), *names]
     rows: list[list[object]] = []
     for c in checked:
         p = c.prediction
-        row: list[object] = [p.plan.tp, p.plan.dp, p.plan.micro_batch, duration(p.seconds), f"{p.tokens_per_s:,.0f}"]
+        sizes = p.plan.tp, p.plan.cp, p.plan.dp, p.plan.micro_batch
+        row: list[object] = [*sizes, duration(p.seconds), f"{p.tokens_per_s:,.0f}"]
         if c.measured is not None:
             row += [duration(c.measured), f"{c.error:+.1f} %"]
         rows.append([*row, *(duration(p.parts[n]) if n in p.parts else "-" for n in names)])

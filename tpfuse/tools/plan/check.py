@@ -6,16 +6,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from ...parallel import TensorParallel
 from ...pipeline.placement import Stage
 from ...pipeline.step import schedule
 from ..ledger import steptime
-from ..ledger.dryrun import Plan
+from ..ledger.dryrun import ranks_of
 from ..ledger.layer import build
 from ..ledger.processes import on_ranks
 from ..ledger.text import duration, progress, table
 from .report import Plans
-from .search import search
+from .search import candidates, search
 from .split import Job, Split
 from .step import StepEstimate, micro_batches
 
@@ -23,17 +22,15 @@ COUNT = 4
 
 
 def chosen(plans: Plans) -> list[StepEstimate]:
-    """Returns the best plan and three others: of the best of each dp x tp x pp, evenly from the fastest to the
+    """Returns the best plan and three others: of the best of each dp x cp x tp x pp, evenly from the fastest to the
     slowest."""
     job, devices, steps = plans.job, plans.cluster.devices, list[StepEstimate]()
-    for pp in range(1, devices + 1):
-        for tp in range(1, devices // pp + 1):
-            if devices % (tp * pp) == 0:
-                fixed = dict(plans.fixed, dp=devices // tp // pp, tp=tp, pp=pp, sharded=False)
-                try:
-                    steps += search(job, devices, plans.costs, fixed=fixed, keep=1).steps
-                except ValueError:  # the model, or the batch, does not allow it
-                    continue
+    for dp, cp, tp, pp in dict.fromkeys((s.dp, s.cp, s.tp, s.pp) for s in candidates(job, devices, {})):
+        fixed = dict(plans.fixed, dp=dp, cp=cp, tp=tp, pp=pp, sharded=False)
+        try:
+            steps += search(job, devices, plans.costs, fixed=fixed, keep=1).steps
+        except ValueError:  # the model, or the fixed values, do not allow it
+            continue
     steps.sort(key=lambda step: step.seconds)
     count = min(COUNT, len(steps))
     return [steps[round(i * (len(steps) - 1) / max(1, count - 1))] for i in range(count)]
@@ -81,16 +78,13 @@ def _measure_all(job: Job, splits: list[Split], steps: int) -> list[float]:
 def _measure(job: Job, split: Split, steps: int) -> float:
     if split.pp > 1:
         return _train(job, split, steps)
-    plan = Plan(
-        split.tp, split.dp, job.seq, split.micro_batch, saving=split.saving, full=split.full, dtype=job.dtype,
-        over_replicas=split.over_replicas,
-    )  # fmt: skip
-    return steptime.train(job.config, plan, batch=job.batch, steps=steps)
+    return steptime.train(job.config, split.plan(job), batch=job.batch, steps=steps)
 
 
 def _train(job: Job, split: Split, steps: int) -> float:
-    mesh = init_device_mesh("cpu", (split.pp, split.dp, split.tp), mesh_dim_names=("pp", "dp", "tp"))
-    tp = TensorParallel(mesh["tp"], sequence_parallel=True, overlap="off")
+    sizes = dict(pp=split.pp, dp=split.dp, cp=split.cp, tp=split.tp)
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    tp = ranks_of(split.plan(job), mesh, overlap="off")
     stage = Stage(mesh["pp"].get_local_rank(), split.pp, split.schedule, split.chunks, layers=split.layers)
     model = build(
         job.config,

@@ -8,7 +8,7 @@ from ..ledger.memory import OPTIMIZERS
 from ..ledger.recorder import FORWARD, Entry
 from .cluster import Cluster
 from .devices import AnyDevice, LocalCPU
-from .messages import between_stages, over_dp
+from .messages import between_stages, over_cp, over_dp
 from .pieces import LedgerCosts
 from .split import CostFunction, Elements, Job, Split
 
@@ -19,15 +19,17 @@ class CostModel(NamedTuple):
     """Functions that cost a step, and what the devices allow.
 
     ``pieces``: costs of a model's pieces.  ``hop(split, bytes)``: seconds to send to the next stage.  ``sums(split,
-    bytes)``: seconds of the all-reduce over dp (FSDP: of all-gathers and a reduce-scatter).  ``update(job,
-    elements)``: seconds of the optimizer over so many of a rank.  ``state(job, split, elements)``: bytes of parameters,
-    gradients, optimizer and buffers.  ``limit``: bytes that a rank may hold.  ``hides``: messages pass while the device
-    computes.
+    bytes)``: seconds of the all-reduce over dp (FSDP: of all-gathers and a reduce-scatter).  ``pieces_sum(split,
+    bytes)``: the least seconds of the sum of so many bytes of gradients over cp, which is in ``pieces`` too.
+    ``update(job, elements)``: seconds of the optimizer over so many of a rank.  ``state(job, split, elements)``: bytes
+    of parameters, gradients, optimizer and buffers.  ``limit``: bytes that a rank may hold.  ``hides``: messages pass
+    while the device computes.
     """
 
     pieces: CostFunction
     hop: Callable[[Split, float], float]
     sums: Callable[[Split, float], float]
+    pieces_sum: Callable[[Split, float], float]
     update: Callable[[Job, float], float]
     state: Callable[[Job, Split, Elements], Any]
     limit: float
@@ -44,6 +46,7 @@ def cost_model(cluster: Cluster, *, share: float = MEMORY_SHARE, pieces: CostFun
         LedgerCosts(cluster) if pieces is None else pieces,
         hop=lambda split, size: between_stages(size, split, cluster),
         sums=lambda split, size: over_dp(size, split, cluster),
+        pieces_sum=lambda split, size: over_cp("all_reduce", size, split, cluster),
         update=lambda job, elements: optimizer_seconds(elements, job, cluster.device),
         state=state_bytes,
         limit=share * cluster.device.memory,

@@ -4,14 +4,16 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ...kernels.runtime.errors import check
+from ...parallel import CP_KINDS
 from ...pipeline.schedules import SCHEDULES
+from ..ledger.dryrun import piece_block
 from ..ledger.text import Progress, duration, quantity, table
 from .costs import CostModel, cost_model
 from .pieces import LedgerCosts
 from .report import Plans, cells
 from .search import search
 from .spans import SpanCache
-from .split import PARTS, Job
+from .split import PARTS, Job, Split
 from .step import DP, OPTIMIZER, PP, StepEstimate
 
 
@@ -56,12 +58,14 @@ def scenarios(plans: Plans) -> Mapping[str, Scenario]:
             progress.update(f"plan: explaining, {len(results) + 1} of 6: {word} {change}")
             results[key if factor > 1 else f"half {key}"] = Scenario(f"{word} {change}", _best(plans, *changed))
     progress.clear()
+    if plans.steps[0].split.cp > 1 and "cp" not in plans.fixed:
+        results["whole"] = Scenario("whole sequences", _best(plans, job, costs, cache, cp=1))
     return results
 
 
-def _best(plans: Plans, job: Job, costs: CostModel, cache: SpanCache) -> StepEstimate | None:
+def _best(plans: Plans, job: Job, costs: CostModel, cache: SpanCache, **fixed: int) -> StepEstimate | None:
     try:
-        steps = search(job, plans.cluster.devices, costs, fixed=plans.fixed, keep=1, cache=cache).steps
+        steps = search(job, plans.cluster.devices, costs, fixed={**plans.fixed, **fixed}, keep=1, cache=cache).steps
     except ValueError:  # a batch that the devices cannot share
         return None
     return next(iter(steps), None)
@@ -82,9 +86,10 @@ def formulas(plans: Plans, step: StepEstimate) -> str:
     )
     gradients = quantity((step.parameters - step.experts) * size, "B")
     collectives = "FSDP's gathers and scatters" if split.sharded else "all-reduces"
+    replicas = split.shards if split.sharded else split.dp
     formula[DP] = (
-        f"{collectives} of {gradients} of gradients over {split.dp}, the part that nothing hides"
-        if split.dp > 1
+        f"{collectives} of {gradients} of gradients over {replicas}, the part that nothing hides"
+        if replicas > 1
         else "no replicas"
     )
     formula[OPTIMIZER] = f"{job.optimizer} over {quantity(step.updated)} elements"
@@ -100,7 +105,22 @@ def formulas(plans: Plans, step: StepEstimate) -> str:
         f" {quantity(memory.activations, 'B')} of {quantity(plans.costs.limit, 'B')}"
         + (", two copies of its stages" if SCHEDULES[split.schedule].chains == 2 else ""),
     ]
-    return "\n".join([table(("part", "seconds", "share", "formula"), rows), *notes])
+    return "\n".join([table(("part", "seconds", "share", "formula"), rows), *notes, *exchanged(job, split)])
+
+
+def exchanged(job: Job, split: Split) -> list[str]:
+    """Returns what each rank has of a sequence, what attention exchanges, and what it would by the other kind."""
+    if split.cp == 1:
+        return []
+    plan, sent = split.plan(job), list[str]()
+    for kind in CP_KINDS[1:]:
+        exchange = piece_block(job.config, plan._replace(cp_kind=kind)).attention
+        cannot = kind == "heads" and not exchange.split.divides
+        sent.append(f"{kind}: {'they cannot be divided' if cannot else quantity(sum(exchange.wire), 'B')}")
+    return [
+        f"each of {split.cp} ranks has {plan.piece:,} of {job.seq:,} positions; attention exchanges {split.cp_kind};"
+        f" sent by a layer, forward and backward, with {', with '.join(sent)}"
+    ]
 
 
 def runner_up(plans: Plans, step: StepEstimate) -> str:

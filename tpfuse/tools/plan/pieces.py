@@ -40,13 +40,13 @@ from ...pipeline.action import KINDS
 from ...pipeline.placement import Chunk, Stage
 from ...pipeline.schedules import SCHEDULES, placement
 from ..ledger.aten import COMMUNICATION
-from ..ledger.dryrun import Plan, fake_world, planned_model
+from ..ledger.dryrun import Plan, fake_world, planned_model, ranks_of
 from ..ledger.layer import LayerKind, build, layer_kinds, with_layers
 from ..ledger.recorder import Entry
 from ..ledger.stages import StageRun, run_stage
 from .cluster import Cluster
-from .messages import over_tp
-from .split import MEMORY, PARTS, TP, Job, PieceCost, Pieces, Split
+from .messages import over_cp, over_tp
+from .split import CP, MEMORY, PARTS, TP, Job, PieceCost, Pieces, Split
 
 _FIRST, _MIDDLE, _TWO, _LAST = range(4)  # stages that are run
 _LAYERS = 1, 1, 2, 1
@@ -123,7 +123,8 @@ class LedgerCosts:
         stages, layers = len(chains[0]), job.config.num_layers
         check(stages <= layers, f"plan: {layers} layers cannot be cut into {stages} stages")
         model = job.config, job.dtype, split.tp
-        key = (*model, job.seq, split.micro_batch, split.saving, split.full, SCHEDULES[split.schedule].split)
+        sizes = *model, split.cp, split.cp_kind, job.seq, split.micro_batch
+        key = *sizes, split.saving, split.full, SCHEDULES[split.schedule].split
         if model not in self._shapes:
             self._shapes[model] = piece_shapes(job, split.tp)
         shapes = self._shapes[model]
@@ -147,7 +148,9 @@ class LedgerCosts:
 
     def _with_shared_experts(self, job: Job, split: Split) -> Pieces:
         """Returns the pieces of a split without, but for blocks with experts."""
-        check(split.pp == 1, "plan: experts over replicas are not built for pipeline stages")
+        check(
+            split.pp == 1 and split.cp == 1, "plan: experts over replicas are not built for pipeline stages or for cp"
+        )
         pieces = self(job, split._replace(over_replicas=False))
         key = job.config, job.dtype, job.seq, split.dp, split.tp, split.micro_batch, split.saving, split.full
         if key not in self._over_replicas:
@@ -189,7 +192,9 @@ class LedgerCosts:
             computed = self.cluster.device.seconds(e, dtype)
             if e.kind != COMMUNICATION:
                 seconds[e.kind if e.kind in seconds else MEMORY] += count * computed
-            if e.wire:
+            if e.wire and e.group == CP:
+                seconds[CP] += count * max(0.0, over_cp(e.op, e.wire, split, self.cluster) - computed)
+            elif e.wire:
                 sent = over_tp(e.op, e.wire, split, self.cluster, ranks=e.ranks)
                 seconds[TP] += count * max(0.0, sent - computed)
         return seconds
@@ -213,8 +218,8 @@ def _tied(pieces: Pieces, shapes: PieceShapes, *, size: int) -> Pieces:
 def run_pieces(job: Job, split: Split) -> PieceRuns:
     """Runs the stages of a job at a split's micro-batch, and takes them apart."""
     kinds = layer_kinds(job.config)
-    with fake_world(split.tp) as mesh:
-        tp = TensorParallel(mesh["tp"], sequence_parallel=True)
+    with fake_world(split.tp, cp=split.cp) as mesh:
+        tp = ranks_of(split.plan(job), mesh)
         runs = {kind: _stages(_alike(job.config, kind, sum(_LAYERS)), job, split, tp) for kind in dict.fromkeys(kinds)}
     calls = {kind: [_calls(run) for run in stages] for kind, stages in runs.items()}
     blocks = {kind: _sum((-1, stages[_MIDDLE]), (1, stages[_TWO])) for kind, stages in calls.items()}
@@ -232,11 +237,7 @@ def run_pieces(job: Job, split: Split) -> PieceRuns:
 def run_shared_experts(job: Job, split: Split) -> Mapping[LayerKind, SharedExperts]:
     """Runs whole models of one block with experts and of two, whose experts are divided among replicas: without
     stages, which such models cannot have."""
-    blocks = {}
-    plan = Plan(
-        split.tp, split.dp, job.seq, split.micro_batch, saving=split.saving, full=split.full, dtype=job.dtype,
-        over_replicas=True,
-    )  # fmt: skip
+    blocks, plan = {}, split.plan(job)
     with fake_world(split.tp, split.dp) as mesh:
         for kind in dict.fromkeys(layer_kinds(job.config)):
             if isinstance(kind[1], MoEShape):
@@ -294,9 +295,8 @@ def _stages(config: ModelConfig, job: Job, split: Split, tp: TensorParallel) -> 
     """Runs all stages, as chunks of one model."""
     stage = Stage(0, 1, "interleaved", chunks=len(_LAYERS), layers=_LAYERS)
     model = build(config, tp=tp, saving=split.saving, full=split.full, dtype=job.dtype, stage=stage)
-    plan = Plan(split.tp, seq=job.seq, micro_batch=split.micro_batch, dtype=job.dtype)
     two_passes = SCHEDULES[split.schedule].split
-    return [_stage(model, chunk, plan, split=two_passes) for chunk in model.stages.chunks]
+    return [_stage(model, chunk, split.plan(job), split=two_passes) for chunk in model.stages.chunks]
 
 
 def _stage(model: Model, chunk: Chunk, plan: Plan, *, split: bool = False) -> StageRun:

@@ -67,8 +67,8 @@ def _nothing_fits(plans: Plans) -> str:
 
 # ---- the command ----
 
-DETAILS = """Searches every dp x tp x pp, schedule, chunks, micro-batch, saving, recompute, FSDP or DDP, and the ranks
-that divide experts, for the fastest step that fits into memory, and prints the ten best with where their time goes.
+DETAILS = """Searches every dp x cp x tp x pp, schedule, chunks, micro-batch, saving, recompute, FSDP or DDP, and the
+ranks that divide experts, for the fastest step that fits into memory, and prints the ten best with where time goes.
 Passes are costed op by op from dry runs of the model's own stages, and run by a clock over the schedule's own list of
 actions. Such as: plan --model gpt3-175b --devices 512 --device a100-80gb --global-batch 1536 --seq 2048 --explain 1"""
 share = bounded(float, lambda x: 0 < x <= 1, "above 0 and at most 1")
@@ -111,9 +111,9 @@ def register(p: CommandParser) -> None:
     training.add_argument(
         "--fix",
         metavar="FIELD=VALUE,..",
-        help="fields that are not searched: dp, tp, pp, schedule, chunks, micro_batch, saving, full=yes|no,"
-        " sharded=yes|no, over_replicas=yes|no (experts), layers=3-4-4-3; all of them: cost that plan (default: search"
-        " them all)",
+        help="fields that are not searched: dp, cp, cp_kind=heads|keys, tp, pp, schedule, chunks, micro_batch, saving,"
+        " full=yes|no, sharded=yes|no, over_replicas=yes|no (experts), layers=3-4-4-3; all of them: cost that plan"
+        " (default: search them all)",
     )
     output = p.add_argument_group("output")
     output.add_argument(
@@ -180,7 +180,7 @@ def fixed_of(text: str | None) -> Fixed:
 
 
 def _value(name: str, value: str) -> Any:
-    if name in ("schedule", "saving"):
+    if name in ("schedule", "saving", "cp_kind"):
         return value
     if name in ("full", "sharded", "over_replicas"):
         return {"yes": True, "no": False, "true": True, "false": False}.get(value.lower(), value)

@@ -18,7 +18,11 @@ from .step import STEP_PARTS, Load, StepEstimate
 
 TIE = 1.05  # of the best's seconds: plans nearer than that are not distinguishable
 _COLOURS = dict(
-    zip(STEP_PARTS, ("#4c72b0", "#8172b3", "#c44e52", "#dd8452", "#ccb974", "#55a868", "#64b5cd"), strict=True)
+    zip(
+        STEP_PARTS,
+        ("#4c72b0", "#8172b3", "#c44e52", "#dd8452", "#ccb974", "#55a868", "#64b5cd", "#937860"),
+        strict=True,
+    )
 )
 
 
@@ -102,7 +106,7 @@ class Plans(NamedTuple):
 def cells(split: Split) -> tuple[str, int, str, str, str]:
     """Returns a split's cells of the table: mesh, micro-batch, saved activations, data parallelism, schedule."""
     saving = f"{split.saving}{', full recompute' if split.full else ''}"
-    replicas = "-" if split.dp == 1 else "FSDP" if split.sharded else "DDP"
+    replicas = "FSDP" if split.sharded else "-" if split.dp == 1 else "DDP"
     replicas += ", experts over dp x tp" if split.over_replicas else ""
     chunks = f" x {split.chunks}" if split.chunks > 1 else ""
     schedule = "-" if split.pp == 1 else f"{split.schedule}{chunks}"

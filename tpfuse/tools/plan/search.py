@@ -20,7 +20,9 @@ import numpy as np
 
 from ...kernels.runtime.errors import check
 from ...layers.block import SAVING
+from ...parallel import CP_KINDS
 from ...pipeline.schedules import SCHEDULES, possible
+from ..ledger.dryrun import Plan
 from ..ledger.shapes import Shape
 from ..ledger.text import Progress, duration
 from .costs import CostModel
@@ -32,7 +34,8 @@ from .step import Load, StepEstimate, micro_batches
 Fixed = Mapping[str, Any]  # fields of Split -> value
 NOTHING_FIXED: Fixed = MappingProxyType({})
 _CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    dict(schedule=tuple(SCHEDULES), saving=SAVING) | dict.fromkeys(("full", "sharded", "over_replicas"), (False, True))
+    dict(schedule=tuple(SCHEDULES), saving=SAVING, cp_kind=CP_KINDS[1:])
+    | dict.fromkeys(("full", "sharded", "over_replicas"), (False, True))
 )
 
 
@@ -89,7 +92,7 @@ def candidates(job: Job, devices: int, fixed: Fixed) -> list[Split]:
     condition = " with " + ", ".join(f"{name}={value}" for name, value in fixed.items()) if fixed else ""
     check(
         bool(splits),
-        f"plan: no split of {devices} devices{condition} has dp x tp x pp = {devices}, stages within"
+        f"plan: no split of {devices} devices{condition} has dp x cp x tp x pp = {devices}, stages within"
         f" {job.config.num_layers} layers, a batch of {job.batch} that dp x micro-batch divides, and micro-batches that"
         " its schedule can do",
     )
@@ -114,29 +117,41 @@ def _splits(job: Job, devices: int, fixed: Fixed) -> Iterator[Split]:
     """Yields all splits; micro-batches are powers of two and the one of ``fixed``, chunks as in :func:`_pipelines`."""
     # Recomputed blocks keep only their inputs: "smallest" would make their passes longer and save nothing.
     savings = [*((saving, False) for saving in SAVING), (fixed.get("saving", SAVING[0]), True)]
-    layers = job.config.num_layers
-    for pp in _divisors(devices):
+    for split in _sized(job, devices, fixed):
+        pipelines = _pipelines(split, micro_batches(job, split), job.config.num_layers, fixed.get("chunks"))
+        replicas = (False, True) if split.dp * split.cp > 1 else (False,)
+        over = (False, True) if split.dp > 1 and _can_be_over_replicas(job, split) else (False,)
+        for pipelined, (saving, full), *flags in itertools.product(pipelines, savings, replicas, over):
+            sharded, over_replicas = flags
+            yield pipelined._replace(saving=saving, full=full, sharded=sharded, over_replicas=over_replicas)
+
+
+def _sized(job: Job, devices: int, fixed: Fixed) -> Iterator[Split]:
+    """Yields the sizes of a mesh and of a micro-batch.
+
+    Where cp and the micro-batch have a common factor n, n times the replicas, each with an n-th of its sequences but
+    whole ones, compute as much and send less: such a split is one only where both are fixed.
+    """
+    both_fixed = {"cp", "micro_batch"} <= fixed.keys()
+    for pp in filter(lambda pp: pp <= job.config.num_layers, _divisors(devices)):
         for tp in _divisors(devices // pp):
-            dp = devices // pp // tp
-            if pp > layers or job.batch % dp:
-                continue
-            for micro_batch in _divisors(job.batch // dp):
-                if micro_batch & (micro_batch - 1) and micro_batch != fixed.get("micro_batch"):
-                    continue
-                split = Split(dp, tp, pp, micro_batch=micro_batch)
-                pipelines = _pipelines(split, micro_batches(job, split), layers, fixed.get("chunks"))
-                replicas = (False, True) if dp > 1 else (False,)
-                over = (False, True) if dp > 1 and _can_be_over_replicas(job, split) else (False,)
-                for pipelined, (saving, full), *flags in itertools.product(pipelines, savings, replicas, over):
-                    sharded, over_replicas = flags
-                    yield pipelined._replace(saving=saving, full=full, sharded=sharded, over_replicas=over_replicas)
+            for cp in _divisors(devices // pp // tp):
+                dp = devices // pp // tp // cp
+                plan = Plan(tp, cp=cp, cp_kind=fixed.get("cp_kind", Plan().cp_kind)).settled(job.config)
+                split = Split(dp, tp, pp, cp=cp, cp_kind=plan.cp_kind)
+                for micro_batch in _divisors(job.batch // dp) if job.batch % dp == 0 else ():
+                    power = micro_batch & (micro_batch - 1) == 0 or micro_batch == fixed.get("micro_batch")
+                    if power and (math.gcd(cp, micro_batch) == 1 or both_fixed):
+                        yield split._replace(micro_batch=micro_batch)
 
 
 def _can_be_over_replicas(job: Job, split: Split) -> bool:
-    """Returns whether a model can divide experts among the ranks of all replicas: not over pipeline stages."""
+    """Returns whether a model can divide experts among the ranks of all replicas: not over pipeline stages, nor with
+    pieces of sequences."""
     shapes = Shape.kinds(job.config)
     counts = [s.experts.num_experts for s in shapes if s.experts is not None]
-    return split.pp == 1 and bool(counts) and all(n % (split.dp * split.tp) == 0 for n in counts)
+    alone = split.pp == split.cp == 1
+    return alone and bool(counts) and all(n % (split.dp * split.tp) == 0 for n in counts)
 
 
 def _pipelines(split: Split, count: int, layers: int, chunks_fixed: int | None) -> Iterator[Split]:
@@ -228,11 +243,12 @@ class _Search:
         return self.spans(pieces).total(split.stages)
 
     def cheap_bound(self, split: Split) -> float:
-        """Returns a lower bound of :meth:`compute_bound` that needs no pieces of this split's own saving or
-        schedule."""
-        plain = split._replace(schedule="1f1b", chunks=1, saving=SAVING[0], full=False)
-        recompute = self.spans(plain).recompute if split.full else 0.0
-        return self._mean(split, float(self._total(plain, split).both[0]) + recompute)
+        """Returns a lower bound of :meth:`compute_bound` that needs no pieces of this split's own saving, schedule or
+        cp: ranks with pieces of sequences share the work of one, and sum all gradients."""
+        plain = split._replace(schedule="1f1b", chunks=1, saving=SAVING[0], full=False, cp=1, cp_kind=Split().cp_kind)
+        recompute, total = self.spans(plain).recompute if split.full else 0.0, self._total(plain, split)
+        sums = self.costs.pieces_sum(split, float(total.parameters[0]) * self.job.dtype.itemsize)
+        return self._mean(split, (float(total.both[0]) + recompute) / split.cp + sums)
 
     def compute_bound(self, split: Split) -> float:
         """Returns a lower bound of the slowest rank's seconds of compute: the mean's."""
@@ -276,7 +292,7 @@ class _Search:
     def state(self, split: Split) -> float:
         """Returns a lower bound of the fullest rank's state: that of a rank with the mean's parameters."""
         chains = SCHEDULES[split.schedule].chains
-        key = split.dp, split.tp, split.pp, split.sharded, split.over_replicas, split.stages, chains
+        key = split.dp, split.cp, split.tp, split.pp, split.sharded, split.over_replicas, split.stages, chains
         if key not in self._state:
             simplest = Split(split.dp, split.tp, split.pp)
             simplest = simplest._replace(sharded=split.sharded, over_replicas=split.over_replicas)
@@ -289,7 +305,7 @@ class _Search:
     def _elements(self, split: Split, local: Any, spans: Spans, *, experts: Any) -> Elements:
         """Returns lower bounds for a rank of ``local`` elements, of which FSDP cuts the same fraction as of the
         model; ``experts``: those of them that are divided among replicas."""
-        fraction = spans.shard_fraction(split.dp) if split.sharded else 1.0
+        fraction = spans.shard_fraction(split.shards)
         units = 1 if split.pp > 1 else self.job.config.num_layers + 1
         return Elements(local, fraction * local, 2 * (local - experts) / units, experts)
 
@@ -316,7 +332,7 @@ class _Search:
         if math.isinf(room):
             return True
         lightest = min(blocks, key=lambda block: block.parameters)
-        size, shard = lightest.parameters, lightest.share(split.dp if split.sharded else 1)
+        size, shard = lightest.parameters, lightest.share(split.shards)
         gathered = 2 * size * (split.pp > 1)
         state = float(self.costs.state(self.job, split, Elements(size, shard, gathered, lightest.experts)))
         saved, capacity = min(block.saved for block in blocks), 0.0
@@ -346,4 +362,4 @@ def _rank(step: StepEstimate) -> tuple[Any, ...]:
     """Orders steps by their seconds, and equally fast ones by their simplicity."""
     split = step.split
     choices = split.full, split.sharded, split.over_replicas, split.schedule, split.micro_batch
-    return step.seconds, split.pp, split.tp, split.chunks, *choices
+    return step.seconds, split.pp, split.cp, split.tp, split.chunks, *choices

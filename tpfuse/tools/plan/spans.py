@@ -81,7 +81,7 @@ class Spans:
         """Returns each stage's elements: on the rank, in its FSDP shard, and gathered at once.  A pipeline stage is
         gathered whole, parameters and gradients; without a pipeline, its two largest units, which are the blocks and
         all that is outside blocks."""
-        local, shard = (self._stage_elements(layers, dp) for dp in (1, split.dp if split.sharded else 1))
+        local, shard = (self._stage_elements(layers, shards) for shards in (1, split.shards))
         experts = self.cut(layers).experts
         if split.pp > 1:
             return Elements(local, shard, 2 * local)
@@ -89,9 +89,10 @@ class Spans:
         gathered = sum(sorted([*blocks, float((local - experts).sum()) - sum(blocks)])[-2:])
         return Elements(local, shard, np.full(len(layers), gathered), experts)
 
-    def shard_fraction(self, dp: int) -> float:
-        """Returns the fraction of the model's elements that FSDP leaves a rank: 1 / dp where all rows divide evenly."""
-        return float(self._stage_elements((self.layers,), dp)[0] / self._stage_elements((self.layers,), 1)[0])
+    def shard_fraction(self, shards: int) -> float:
+        """Returns the fraction of the model's elements that FSDP leaves a rank: 1 / shards where all rows divide
+        evenly."""
+        return float(self._stage_elements((self.layers,), shards)[0] / self._stage_elements((self.layers,), 1)[0])
 
     def _stage_elements(self, layers: tuple[int, ...], dp: int) -> Array:
         """Returns the elements of stages that FSDP over ``dp`` ranks leaves a rank."""
@@ -207,7 +208,8 @@ class SpanCache:
         schedule = SCHEDULES[split.schedule]
         tied = split.pp == 1 or schedule.v or schedule.chains > 1
         replicas = split.dp if split.over_replicas else 1
-        key = split.tp, replicas, split.micro_batch, split.saving, split.full, schedule.split, tied, split.pp == 1
+        sizes = split.tp, split.cp, split.cp_kind, replicas, split.micro_batch
+        key = *sizes, split.saving, split.full, schedule.split, tied, split.pp == 1
         if key not in self._spans:
             try:
                 self._spans[key] = Spans(pieces(job, split), split=schedule.split)

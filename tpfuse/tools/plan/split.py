@@ -7,8 +7,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ...models.config.model import ModelConfig
+from ..ledger.dryrun import Plan
 
-PARTS = GEMM, ATTENTION, MEMORY, TP = "GEMM", "attention", "memory-bound", "tp"  # where a pass spends its time
+# where a pass spends its time
+PARTS = GEMM, ATTENTION, MEMORY, TP, CP = "GEMM", "attention", "memory-bound", "tp", "cp"
 
 
 class Job(NamedTuple):
@@ -22,10 +24,11 @@ class Job(NamedTuple):
 
 
 class Split(NamedTuple):
-    """A split of a job over dp x tp x pp ranks, numbered as in a mesh ("pp", "dp", "tp"): tp varies fastest.
+    """A split of a job over dp x cp x tp x pp ranks, numbered as in a mesh ("pp", "dp", "cp", "tp"): tp varies fastest.
 
-    ``chunks``: stages that a rank holds of each chain.  ``saving``, ``full``, ``over_replicas``: as of a ledger's Plan.
-    ``sharded``: FSDP2 over dp; else replicas.  ``layers``: the number of blocks of each stage; None: not chosen yet.
+    ``chunks``: stages that a rank holds of each chain.  ``saving``, ``full``, ``over_replicas``, ``cp``, ``cp_kind``:
+    as of a ledger's Plan.  ``sharded``: FSDP2 over dp x cp; else replicas.  ``layers``: the number of blocks of each
+    stage; None: not chosen yet.
     """
 
     dp: int = 1
@@ -39,10 +42,17 @@ class Split(NamedTuple):
     sharded: bool = False
     over_replicas: bool = False
     layers: tuple[int, ...] | None = None
+    cp: int = 1
+    cp_kind: str = "auto"
 
     @property
     def ranks(self) -> int:
-        return self.dp * self.tp * self.pp
+        return self.dp * self.cp * self.tp * self.pp
+
+    @property
+    def shards(self) -> int:
+        """The ranks that FSDP divides a parameter among."""
+        return self.dp * self.cp if self.sharded else 1
 
     @property
     def stages(self) -> int:
@@ -52,7 +62,15 @@ class Split(NamedTuple):
     @property
     def mesh(self) -> str:
         """Sizes of the mesh, as text."""
-        return f"dp {self.dp} x tp {self.tp} x pp {self.pp}"
+        cp = f" x cp {self.cp} ({self.cp_kind})" if self.cp > 1 else ""
+        return f"dp {self.dp}{cp} x tp {self.tp} x pp {self.pp}"
+
+    def plan(self, job: Job) -> Plan:
+        """Returns a replica's run of a micro-batch, without stages."""
+        return Plan(
+            self.tp, self.dp, job.seq, self.micro_batch, saving=self.saving, dtype=job.dtype, full=self.full,
+            over_replicas=self.over_replicas, cp=self.cp, cp_kind=self.cp_kind,
+        )  # fmt: skip
 
 
 class PieceCost(NamedTuple):

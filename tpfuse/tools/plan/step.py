@@ -9,6 +9,7 @@ The rest follows how tpfuse runs it:
           scatters once a micro-batch, under its passes; with stages it gathers and scatters once a step, and
           parameters and gradients are whole in between
           Experts that are divided among replicas have no part in any of it
+    cp    as tp: what attention exchanges, and the sum of the weights' gradients of each micro-batch
     tp    hidden by nothing; the exchanges of experts' rows count here, also where they are over dp x tp
     steps follow one another: the optimizer, and a rank's waiting for others, count
 """
@@ -85,7 +86,7 @@ def micro_batches(job: Job, split: Split) -> int:
 def updated(split: Split, parameters: Any, experts: Any) -> Any:
     """Returns how many of ranks' elements their optimizers step on, numbers or arrays: FSDP cuts them evenly, but not
     ``experts``."""
-    return experts + (parameters - experts) / (split.dp if split.sharded else 1)
+    return experts + (parameters - experts) / split.shards
 
 
 class Load:
@@ -113,11 +114,9 @@ class Load:
     def _exposed(self, gradients: float) -> float:
         """Returns the seconds of sums over dp that nothing hides, of a rank with so many bytes of gradients."""
         split, costs = self.split, self.costs
-        if split.dp == 1:
-            return 0.0
-        if split.pp > 1:  # once a step, one gather and one scatter where it is sharded: as many bytes as a sum
-            return costs.sums(split._replace(sharded=False), gradients)
         once = costs.sums(split, gradients)
+        if split.pp > 1:
+            return once
         if split.sharded:
             return self.count * max(0.0, once - costs.hides * float(self.stages.both.sum()))
         return max(0.0, once - costs.hides * float(self.stages.seconds(BACKWARD).sum()))

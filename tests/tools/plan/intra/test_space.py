@@ -1,11 +1,14 @@
 """The layouts of a block: which are the fastest, against every one there is, and run as DTensors."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.tools.ledger.test_context import GROUPED, model_of
 from tests.tools.plan.intra import blocks
 from tpfuse.plan import Link
 from tpfuse.tools.ledger.presets import load_config
@@ -13,10 +16,10 @@ from tpfuse.tools.plan.intra.conversions import Mesh
 from tpfuse.tools.plan.intra.coordinate_descent import descent
 from tpfuse.tools.plan.intra.graph import stack
 from tpfuse.tools.plan.intra.milp import exact, least_memory
-from tpfuse.tools.plan.intra.result import Result, candidates, difference, explain
+from tpfuse.tools.plan.intra.result import Result, candidates, difference, explain, runs_as
 from tpfuse.tools.plan.intra.signatures import BATCH, FORKED, PARTIAL, SEQUENCE, WIDTH
 from tpfuse.tools.plan.intra.space import PARTS, Rates, Space
-from tpfuse.tools.plan.split import Job
+from tpfuse.tools.plan.split import Job, Split
 
 A100 = Rates(0.75 * 312e12, 0.8 * 2.04e12)
 NEAR, FAR = Link(1e-6, 230e9), Link(1e-6, 25e9)
@@ -242,3 +245,48 @@ def test_six_blocks_on_two_axes():
     best = exact(problem)
     assert problem.variables == 12036 and best.seconds <= 6 * single.seconds * (1 + 1e-9)
     assert descent(problem, space.starts()).seconds <= best.seconds * 1.005
+
+
+# ---- what the library runs ----
+
+
+def test_a_plan_of_pieces_runs_as_context_parallelism(ranks):
+    """Of one sequence longer than weights are wide.  Real ranks send what the plan says, to the byte: heads, and sums
+    of gradients."""
+    job = Job(replace(GROUPED, max_positions=512), 1, 512, torch.float32)
+    space = Space(stack(job), Mesh((2,), (Link(1e-7, 1e9),)), Rates(flops=1e10, bytes=1e9))
+    best = exact(space.problem)
+    split = space.split(best)
+    assert split == Split(cp=2, cp_kind="heads") and descent(space.problem, space.starts()).pick == best.pick
+    sent = Result.of(space, best).sent
+    for (one, *_), (two, *_) in ranks(2, model_of, job.config, split.plan(job)):
+        assert two[0] - one[0] == sent > 0
+    assert runs_as(space, best) == (
+        'TensorParallel(mesh["tp"], sequence_parallel=True, cp=mesh["cp"], cp_kind="heads") on a mesh of dp 1, cp 2,'
+        " tp 1"
+    )
+
+
+@pytest.mark.parametrize("schemes", [("dp",), ("cp",), ("tp",), ("dp", "cp"), ("dp", "tp"), ("tp", "tp")])
+def test_what_the_library_runs_is_named(schemes):
+    space = of("gpt-22b", sizes=(2, 4)[-len(schemes) :], batch=4)
+    solution = space.problem.solution(space.nearest(space.schemed(schemes)))
+    sizes = {name: math.prod(n for n, s in zip(space.mesh.sizes, schemes) if s == name) for name in ("dp", "cp", "tp")}
+    assert space.split(solution) == Split(**sizes, cp_kind="heads")
+    assert f"dp {sizes['dp']}, cp {sizes['cp']}, tp {sizes['tp']}" in runs_as(space, solution)
+
+
+def test_what_the_library_does_not_run_is_said():
+    """An out-projection that every rank has whole, behind heads of attention."""
+    space = of(rates=A100._replace(micro_batches=8))
+    best = exact(space.problem)
+    assert space.split(best) is None and runs_as(space, best) == "not built: out on axis 0, else tp"
+
+
+def test_two_axes_keep_their_order():
+    """Of rows cp is the outer axis, and tp of heads: DTensor has one order, so that a change takes three exchanges,
+    where the library makes one."""
+    space = of("gpt-22b", sizes=(2, 4))
+    result = Result.of(space, space.problem.solution(space.nearest(space.schemed(("cp", "tp")))))
+    steps = {(c.source, c.to): c.forward for c in result.conversions}
+    assert len(steps["qkv", "attention"]) == len(steps["attention", "out"]) == 3

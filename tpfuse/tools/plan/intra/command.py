@@ -28,7 +28,7 @@ from .coordinate_descent import descent
 from .graph import stack
 from .milp import exact, least_memory
 from .problem import Solution
-from .result import FOOTNOTE, Result, difference, explain
+from .result import FOOTNOTE, Result, difference, explain, runs_as
 from .space import Rates, Space
 
 EXACT, DESCENT, SECOND, MEGATRON = "exact", "descent", "second best", "Megatron"
@@ -145,6 +145,7 @@ class Layouts(NamedTuple):
             f"{results[EXACT].text()}\n{FOOTNOTE}",
             table(header, rows),
         ]
+        pages.append("\n".join(f"{name}: {runs_as(self.space, s)}" for name, s in self.solutions.items()))
         pages += [f"{name}: {why}" for name, why in self.failed.items()]
         if self.explained:
             pages += [f"all layouts of each op, the chosen ones marked (*):\n{explain(self.space, best)}"]
@@ -154,6 +155,8 @@ class Layouts(NamedTuple):
 
     def json(self) -> dict[str, object]:
         results = {name: result.json() for name, result in self.results().items()}
+        for name, solution in self.solutions.items():
+            results[name]["runs"] = None if (split := self.space.split(solution)) is None else split._asdict()
         return dict(variables=self.space.problem.variables, found=results, took=self.times, failed=self.failed)
 
 

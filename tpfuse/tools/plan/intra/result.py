@@ -6,7 +6,7 @@ from typing import NamedTuple
 from ...ledger.text import duration, quantity, table
 from .problem import Solution
 from .signatures import FORKED, Layout
-from .space import Space, Strategy
+from .space import SCHEMES, Space, Strategy
 
 FOOTNOTE = f"{FORKED}: its gradient is Partial"
 SHOWN = 6  # strategies of an op in a table: the fastest
@@ -106,6 +106,18 @@ class Result(NamedTuple):
         plain["ops"] = [c._asdict() for c in self.ops]
         plain["conversions"] = [p._asdict() for p in self.conversions]
         return plain
+
+
+def runs_as(space: Space, solution: Solution) -> str:
+    """Returns the ranks under which the library runs a solution, or the ops that it lays out otherwise."""
+    split = space.split(solution)
+    if split is None:
+        axes = enumerate(space.followed(solution))
+        others = (f"{', '.join(ops)} on axis {k}, else {scheme}" for k, (scheme, ops) in axes if ops)
+        return f"not built: {'; '.join(others)}"
+    pieces = f', cp=mesh["cp"], cp_kind="{split.cp_kind}"' if split.cp > 1 else ""
+    sizes = ", ".join(f"{scheme} {getattr(split, scheme)}" for scheme in SCHEMES)
+    return f'TensorParallel(mesh["tp"], sequence_parallel=True{pieces}) on a mesh of {sizes}'
 
 
 class Candidate(NamedTuple):

@@ -27,7 +27,8 @@ from .signatures import (
 )
 
 GRADIENTS = "gradients"  # seconds of the sums of weights' gradients
-PARTS = *split.PARTS, GRADIENTS
+PARTS = split.GEMM, split.ATTENTION, split.MEMORY, split.TP, GRADIENTS
+SCHEMES = "dp", "cp", "tp"  # what the library runs on an axis
 TargetTypes = Sequence[Sequence[tuple[str, str]]]  # types of input and output, of each op on each axis
 
 
@@ -163,17 +164,51 @@ class Space:
         """Returns one layout for every tensor."""
         return [[(kind, kind) for kind in layout]] * len(self.graph.ops)
 
+    def schemed(self, schemes: Sequence[str]) -> TargetTypes:
+        """Returns the layouts of what the library runs on each axis, "dp", "cp" or "tp"."""
+        return [[self._schemed(op, scheme) for scheme in schemes] for op in self.graph.ops]
+
+    def _schemed(self, op: BlockOp, scheme: str) -> tuple[str, str]:
+        """Returns the types of an op's input and output on an axis where ranks have samples of their own; a piece of
+        each sequence, and heads in attention; or Megatron's tensor parallelism with sequence parallelism (Korthikanti
+        et al. 2022, arXiv:2205.05198)."""
+        if scheme == "dp":
+            return BATCH, BATCH
+        if scheme == "cp":
+            return (WIDTH, WIDTH) if op.kind == ATTENTION else (SEQUENCE, SEQUENCE)
+        if op.kind == LINEAR:
+            ends_a_branch = self.graph.ops[op.inputs[0]].kind in (ATTENTION, ACTIVATION)
+            return (WIDTH, PARTIAL) if ends_a_branch else (FORKED, WIDTH)
+        return (SEQUENCE, SEQUENCE) if op.kind in (NORM, ADD) else (WIDTH, WIDTH)
+
     def megatron(self, axes: Sequence[int]) -> TargetTypes:
-        """Returns Megatron's tensor parallelism with sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198)
-        on some axes of the mesh, and batches on the others."""
-        targets = []
-        for op in self.graph.ops:
-            types = (SEQUENCE, SEQUENCE) if op.kind in (NORM, ADD) else (WIDTH, WIDTH)
-            if op.kind == LINEAR:
-                ends_a_branch = self.graph.ops[op.inputs[0]].kind in (ATTENTION, ACTIVATION)
-                types = (WIDTH, PARTIAL) if ends_a_branch else (FORKED, WIDTH)
-            targets.append([types if k in axes else (BATCH, BATCH) for k in range(len(self.mesh.sizes))])
-        return targets
+        """Returns Megatron's layouts on some axes of the mesh, and batches on the others."""
+        return self.schemed(["tp" if k in axes else "dp" for k in range(len(self.mesh.sizes))])
+
+    def followed(self, solution: Solution) -> list[tuple[str, list[str]]]:
+        """Returns for each axis which of "dp", "cp" and "tp" most of its ops are laid out by, and those that are
+        not."""
+        followed = []
+        for axis in range(len(self.mesh.sizes)):
+            others = {
+                scheme: [
+                    op.name
+                    for op, s in zip(self.graph.ops, self.chosen(solution), strict=True)
+                    if (s.input[axis], s.output[axis]) != self._schemed(op, scheme)
+                ]
+                for scheme in SCHEMES
+            }
+            followed.append(min(others.items(), key=lambda item: len(item[1])))
+        return followed
+
+    def split(self, solution: Solution) -> split.Split | None:
+        """Returns the split of ranks under which the library runs a solution; None where it runs none such."""
+        followed = self.followed(solution)
+        if any(others for _, others in followed):
+            return None
+        axes = list(zip(self.mesh.sizes, followed, strict=True))
+        dp, cp, tp = (math.prod(n for n, (name, _) in axes if name == scheme) for scheme in SCHEMES)
+        return split.Split(dp, tp, cp=cp, cp_kind="heads")
 
     def starts(self) -> list[Pick]:
         """Returns the picks nearest to uniform layouts, and to Megatron's on each axis and on all."""

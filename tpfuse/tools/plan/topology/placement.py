@@ -1,13 +1,15 @@
 """Placement of a split's ranks on a network's accelerators, and the links that their groups then have.
 
-Ranks are numbered as in a mesh ("pp", "dp", "tp"), tp fastest, and get accelerators in order: in a tree or Dragonfly by
-number, so that neighbours share a leaf; in a mesh board by board along the rows of boards, and on a board by squares of
-2 x 2.  tp then stays on a board if it divides one, dp continues along the rows, and each stage of pp begins at a row of
-boards of its own, so that pp goes along columns, if all stages have room for that.
+Ranks are numbered as in a mesh ("pp", "dp", "cp", "tp"), tp fastest, and get accelerators in order: in a tree or
+Dragonfly by number, so that neighbours share a leaf; in a mesh board by board along the rows of boards, and on a board
+by squares of 2 x 2. tp then stays on a board if it divides one, dp continues along the rows, and each stage of pp
+begins at a row of boards of its own, so that pp goes along columns, if all stages have room for that.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from ....kernels.runtime.errors import check
 from ..collectives import Link
@@ -18,22 +20,25 @@ from .network import CABLES, ENDS, FORWARD, LINK, Network
 
 
 class Links(NamedTuple):
-    """A rank's link for each of its groups: ``tp`` and ``dp`` for rings, ``pp`` to the next stage and from it."""
+    """A rank's link for each of its groups: ``tp``, ``dp`` and ``cp`` for rings, ``pp`` to the next stage and from
+    it."""
 
     tp: Link
     dp: Link
     pp: Link
+    cp: Link
 
 
 def place(split: Split, network: Network) -> list[int]:
     """Returns the accelerator of each rank; ValueError where there are too few."""
-    check(min(split.dp, split.tp, split.pp) >= 1, f"plan: dp, tp and pp must be positive integers, got {split}")
+    sizes = split.dp, split.cp, split.tp, split.pp
+    check(min(sizes) >= 1, f"plan: dp, cp, tp and pp must be positive integers, got {split}")
     check(
         split.ranks <= network.accelerators,
-        f"plan: dp {split.dp} x tp {split.tp} x pp {split.pp} = {split.ranks} ranks do not fit on the"
+        f"plan: {split.mesh} = {split.ranks} ranks do not fit on the"
         f" {network.accelerators} accelerators of {network.name}",
     )
-    stage = split.dp * split.tp
+    stage = split.ranks // split.pp
     if network.grid is None:
         return list(range(split.ranks))
     (rows, columns), board = network.grid, network.board
@@ -69,12 +74,11 @@ def links(split: Split, network: Network) -> Links:
     their gradients in the other.  The latency is that of the longest hop.  A group of one has its links to itself.
     """
     accelerators = place(split, network)
-    rank = lambda p, d, t: accelerators[(p * split.dp + d) * split.tp + t]
-    stages, replicas, shards = range(split.pp), range(split.dp), range(split.tp)
-    tp = [[rank(p, d, t) for t in shards] for p in stages for d in replicas]
-    dp = [[rank(p, d, t) for d in replicas] for p in stages for t in shards]
-    pp = [(rank(p, d, t), rank(p + 1, d, t)) for p in stages[:-1] for d in replicas for t in shards]
-    return Links(_ringed(tp, network), _ringed(dp, network), _link(pp, network, 1))
+    mesh = np.array(accelerators).reshape(split.pp, split.dp, split.cp, split.tp)
+    rings = lambda axis: np.moveaxis(mesh, axis, -1).reshape(-1, mesh.shape[axis]).tolist()
+    dp, cp, tp = (_ringed(rings(axis), network) for axis in (1, 2, 3))
+    hops = [*zip(mesh[:-1].flatten().tolist(), mesh[1:].flatten().tolist(), strict=True)]
+    return Links(tp, dp, _link(hops, network, 1), cp)
 
 
 def _ringed(groups: Sequence[Sequence[int]], network: Network) -> Link:
