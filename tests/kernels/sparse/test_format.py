@@ -54,7 +54,9 @@ def test_a_row_reaches_the_largest_number(bits):
     assert set(largest.tolist()) == {0, RANGES[bits][1]} and w.scale[4] == 1.0
     assert w.scale.dtype == torch.float32 and w.scale.shape == (9,)
     tiny = SparseInt.from_dense(torch.full((8, 1), 1e-44), bits=bits)
-    assert tiny.scale.isfinite().all() and (tiny.scale > 0).all()
+    assert (
+        tiny.scale.isfinite().all() and (tiny.scale > 0).all() and tiny.density >= 1.0
+    )  # of 4 bits with zeros beside it
 
 
 @pytest.mark.parametrize("bits", RANGES)

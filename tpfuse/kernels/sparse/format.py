@@ -144,7 +144,7 @@ class SparseInt:
         w = weight.detach().to(torch.float32 if weight.dtype == torch.float32 else torch.float64)
         check(bool(w.isfinite().all()), "SparseInt: weight must be finite")
         w = pad(w, (0, 0, 0, strips * block - rows)).view(strips, block, columns)
-        norms = w.square().sum(1).flatten()
+        norms = w.double().square().sum(1).flatten()  # in fp32 a small weight's would be 0
         places = norms.sort(descending=True, stable=True).indices[: round(density * len(norms))]
         places = places[norms[places] > 0].sort().values
         strip, column = places // max(columns, 1), places % max(columns, 1)
