@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tpfuse.__main__ import main
 from tpfuse.plan import ALL_REDUCE, Link, cheapest, seconds
 from tpfuse.tools.plan import collectives as plan
 
@@ -69,7 +70,7 @@ def all_reduced(world, name, n):
     return error, buffer if world.rank < n else None, sent
 
 
-CASES = [(name, n) for name in ("ring", "halving-doubling", "tree", "direct") for n in (2, 3, 4)]
+CASES = [(name, n) for name in ("ring", "halving-doubling", "tree", "direct", "all-to-all") for n in (2, 3, 4)]
 CASES += [("parameter server", 2), ("parameter server", 3), ("two servers", 2), ("in-network", 2), ("in-network", 3)]
 
 
@@ -79,7 +80,8 @@ def test_run_they_are_an_all_reduce(ranks, name, n):
     messages = algorithm.messages(n)
     results = ranks(messages.nodes, all_reduced, name, n)
     assert max(error for error, _, _ in results) < 1e-14
-    assert all(torch.equal(buffer, results[0][1]) for _, buffer, _ in results[:n])  # the same bits on every rank
+    if name != "all-to-all":  # where every rank adds in another order
+        assert all(torch.equal(buffer, results[0][1]) for _, buffer, _ in results[:n])  # the same bits on every rank
     for node, (_, _, sent) in enumerate(results):
         listed = [x for exchange in messages.rounds for x in exchange if x.source == node]
         assert sent == [len(listed), 8 * ELEMENTS * sum(x.end - x.begin for x in listed) // messages.parts]
@@ -105,9 +107,31 @@ def test_which_is_cheapest():
     assert seconds(ALL_REDUCE["ring"], 1, 1e9, link) == 0
 
 
+def test_sparse_sums():
+    """Volumes by drawing what ranks send; Ok-Topk's words are counted in tests/training/ok_topk."""
+    n, density, elements = 8, 0.05, 100_000
+    sent = torch.rand(n, elements, generator=torch.Generator().manual_seed(0)) < density
+    drawn = float(sent.any(0).double().mean())
+    algorithms = plan.sparse(density)
+    assert algorithms["in-network, sparse"].volume(n) == pytest.approx(2 * drawn, rel=0.02)
+    received = float(sent[1:].double().sum()) / elements
+    assert algorithms["gathered"].volume(n) == pytest.approx(2 * received, rel=0.02)
+    assert algorithms["Ok-Topk"].volume(n) == pytest.approx(2 * density * ALL_REDUCE["direct"].volume(n))
+    assert plan.sparse(1.0)["in-network, sparse"].volume(n) == ALL_REDUCE["in-network"].volume(n)
+    assert all(algorithm.volume(n) == 0 for algorithm in plan.sparse(0.0).values())
+
+
+def test_a_density_prints_sparse_sums(capsys):
+    assert main(["collectives", "--ranks", "4,64", "--sizes", "1048576", "--density", "0.01"]) == 0
+    text = capsys.readouterr().out
+    rows = {line[14:33].strip(): line.split()[-4:] for line in text.splitlines() if line.startswith("1.05 MB  ")}
+    assert list(rows)[1:] == ["ring", "in-network", "gathered", "Ok-Topk", "in-network, sparse"]
+
+
 @pytest.mark.parametrize(
     "call, message",
     [
+        (lambda: plan.sparse(1.5), "density must be from 0 to 1, got 1.5"),
         (lambda: seconds(ALL_REDUCE["ring"], 0, 1, Link(0, 1)), "ranks must be a positive integer, got 0"),
         (lambda: seconds(ALL_REDUCE["ring"], 2, -1, Link(0, 1)), "must not be negative, got -1"),
         (lambda: seconds(ALL_REDUCE["ring"], 2, 1, Link(0, 0)), r"overhead >= 0 and bandwidth > 0, got Link\("),

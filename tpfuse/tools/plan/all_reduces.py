@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ..ledger.plots import figure
 from ..ledger.text import duration, quantity, table
-from .collectives import ALL_REDUCE, OWN, Link, cheapest, seconds
+from .collectives import ALL_REDUCE, OWN, Link, cheapest, seconds, sparse
 
 _COLOURS = "#4c72b0", "#dd8452", "#55a868", "#c44e52"  # of OWN
 
@@ -19,26 +19,44 @@ class AllReduceTimes(NamedTuple):
     ranks: Sequence[int]
     sizes: Sequence[int]
     times: dict[str, list[list[float]]]  # by algorithm, then by size, then by ranks
+    density: float | None = None
+    sparse: dict[str, list[list[float]]] = {}  # alike, where a density is given
 
     def text(self) -> str:
         header = ("bytes a rank", *(f"{n} ranks" for n in self.ranks))
         rows = [(quantity(size, "B"), *(_cell(n, size, self.link) for n in self.ranks)) for size in self.sizes]
         rate, latency, overhead = quantity(self.link.bandwidth, "B/s"), self.link.latency, self.link.overhead
         note = f"the fastest of {', '.join(OWN)}, at {rate}, {duration(latency)} and {duration(overhead)} a message"
-        return f"{table(header, rows)}\n{note}; --json has all algorithms"
+        text = f"{table(header, rows)}\n{note}; --json has all algorithms"
+        return text if self.density is None else f"{text}\n\n{self._sparse_text()}"
+
+    def _sparse_text(self) -> str:
+        header = ("bytes a rank", "algorithm", *(f"{n} ranks" for n in self.ranks))
+        shown = {name: self.times[name] for name in ("ring", "in-network")} | self.sparse
+        rows = [
+            (quantity(size, "B"), name, *map(duration, times[i]))
+            for i, size in enumerate(self.sizes)
+            for name, times in shown.items()
+        ]
+        note = (
+            f"a rank sends a share of {self.density:.3g}, the ring and in-network all; Ok-Topk keeps the largest sums"
+        )
+        return f"{table(header, rows)}\n{note}"
 
     def json(self) -> dict[str, object]:
-        return dict(link=self.link._asdict(), ranks=list(self.ranks), sizes=list(self.sizes), seconds=self.times)
+        dense = dict(link=self.link._asdict(), ranks=list(self.ranks), sizes=list(self.sizes), seconds=self.times)
+        return dense if self.density is None else dense | dict(density=self.density, sparse=self.sparse)
 
 
 def compare(args: Namespace) -> AllReduceTimes:
-    """Costs each algorithm of ALL_REDUCE."""
+    """Costs each algorithm of ALL_REDUCE, and the sparse ones of a density."""
     link = Link(args.latency, args.bandwidth * 1e9, args.overhead)
-    times = {
+    times = lambda algorithms: {
         name: [[seconds(algorithm, n, size, link) for n in args.ranks] for size in args.sizes]
-        for name, algorithm in ALL_REDUCE.items()
+        for name, algorithm in algorithms.items()
     }
-    return AllReduceTimes(link, args.ranks, args.sizes, times)
+    sums = {} if args.density is None else sparse(args.density)
+    return AllReduceTimes(link, args.ranks, args.sizes, times(ALL_REDUCE), args.density, times(sums))
 
 
 def _cell(ranks: int, size: int, link: Link) -> str:

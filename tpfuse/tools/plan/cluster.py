@@ -97,13 +97,14 @@ class NodeRates(NamedTuple):
 
 
 # NVLink of NVIDIA's data sheets, Infinity Fabric of AMD's (seven links of 64 GB/s each way).  Network, by device: four
-# EDR cards a node of eight V100 (DGX-1), eight HDR (DGX A100), eight NDR (DGX H100 and H200; assumed of MI300X).
+# EDR cards a node of eight V100 (DGX-1), eight HDR (DGX A100), eight NDR (DGX H100, H200, B200; assumed of MI300X).
 LINKS: Mapping[str, NodeRates] = MappingProxyType(
     {
         "v100": NodeRates(150e9, 6.25e9),
         "a100-80gb": NodeRates(300e9, 25e9),
         "h100": NodeRates(450e9, 50e9),
         "h200": NodeRates(450e9, 50e9),
+        "b200": NodeRates(900e9, 50e9),
         "mi300x": NodeRates(448e9, 50e9),
     }
 )

@@ -1,4 +1,5 @@
-"""All-reduce by six algorithms: the messages of each, and its seconds on links of a latency and a bandwidth.
+"""All-reduce by seven algorithms, and of sparse buffers by three: the messages of each, and its seconds on links of a
+latency and a bandwidth.
 
 The model is LogGP's (Alexandrov, Ionescu, Schauser & Scheiman 1995): a node sends and receives at once, through one
 port; each message keeps it busy for an overhead, its bytes pass at the link's bandwidth, and it arrives a latency
@@ -10,8 +11,17 @@ for one another), the most messages a node sends or receives in them, and the vo
     halving-doubling    2 log2 n         2 log2 n         2 (n - 1) / n    Thakur, Rabenseifner & Gropp 2005, 4.5
     tree                2 ceil(log2 n)   2 ceil(log2 n)   2 ceil(log2 n)   binomial: to rank 0 and back
     direct              2                2 (n - 1)        2 (n - 1) / n    each rank sums one n-th
+    all-to-all          1                n - 1            n - 1            each rank sums all buffers
     parameter server    2                2 max(n, k)      2 max(n / k, 1)  k servers, each of one k-th of the buffer
     in-network          2 levels         2                1                switches add what passes: SHARP, Flare
+
+Flare's switches (De Sensi et al. 2021, arXiv:2106.15565) can also add in a fixed order, of as many messages, and add
+sparse buffers.  Of those a rank sends a share d of the elements, two words each, and some rank u = 1 - (1 - d)^n of
+them, where the ranks' are independent:
+
+    gathered            1                n - 1            2 d (n - 1)      each rank sums all entries
+    Ok-Topk             2                2 (n - 1)        4 d (n - 1) / n  Li & Hoefler 2022: of the sums the largest
+    in-network, sparse  2 levels         2                min(2 u, 1)      Flare; whole buffers if these are fewer bytes
 
 Where n is no power of two, halving-doubling first folds the n - 2^k last ranks into others: 2 rounds, messages and
 buffers of volume more than those of 2^k ranks.  ``messages`` lists the messages themselves; a test counts them against
@@ -119,6 +129,10 @@ def _direct(n: int) -> Messages:
     return Messages(n, n, (scatter, gather))
 
 
+def _all_to_all(n: int) -> Messages:
+    return Messages(n, 1, (tuple(Message(r, (r + i) % n, 0, 1, adds=True) for i in range(1, n) for r in range(n)),))
+
+
 def servers(k: int) -> Algorithm:
     """Returns the parameter server of k machines that are not among the ranks."""
     check(k >= 1, f"plan: a parameter server needs at least one machine, got {k}")
@@ -179,10 +193,27 @@ ALL_REDUCE: dict[str, Algorithm] = {
     ),
     "tree": Algorithm(_depth, _depth, _depth, _tree),
     "direct": Algorithm(lambda n: 2, _hops, _spread, _direct),
+    "all-to-all": Algorithm(lambda n: 1, lambda n: n - 1, lambda n: n - 1, _all_to_all),
     "parameter server": servers(1),
     "in-network": Algorithm(lambda n: 2 * _levels(n), lambda n: 2, lambda n: 1.0, _in_network),
 }
 OWN = "ring", "halving-doubling", "tree", "direct"  # algorithms that need nothing but the ranks
+
+
+def sparse(density: float) -> dict[str, Algorithm]:
+    """Returns the sums of buffers of which each rank sends a ``density`` from 0 to 1; without their messages."""
+    check(0 <= density <= 1, f"plan: density must be from 0 to 1, got {density}")
+    of_switches = ALL_REDUCE["in-network"]
+    return {
+        "gathered": Algorithm(lambda n: 1, lambda n: n - 1, lambda n: 2 * density * (n - 1)),
+        "Ok-Topk": Algorithm(lambda n: 2, _hops, lambda n: 2 * density * _spread(n)),
+        "in-network, sparse": of_switches._replace(volume=lambda n: min(2 * union(density, n), 1.0), messages=None),
+    }
+
+
+def union(density: float, ranks: int) -> float:
+    """Returns the share of the elements that any rank has, of which each rank has a ``density``, independently."""
+    return 1 - (1 - density) ** ranks
 
 
 def seconds(algorithm: Algorithm, ranks: int, size: float, link: Link) -> float:

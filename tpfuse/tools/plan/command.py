@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 
-from ..command import CommandParser, add_output, comma_separated, positive, present, rate
+from ..command import CommandParser, add_output, bounded, comma_separated, positive, present, rate
 from ..command import seconds as seconds_type
 
 
@@ -23,6 +23,12 @@ def register(p: CommandParser) -> None:
     )
     p.add_argument(
         "--bandwidth", type=rate, default=25.0, metavar="X", help="bandwidth of a rank's link each way, in GB/s"
+    )
+    p.add_argument(
+        "--density",
+        type=bounded(float, lambda x: 0 <= x <= 1, "be from 0 to 1"),
+        metavar="X",
+        help="share of the elements that a rank sends, 0 to 1: also costs sums of sparse buffers (default: none)",
     )
     add_output(p)
 

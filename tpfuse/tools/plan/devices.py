@@ -102,8 +102,8 @@ def _peak(half: float, single: float, *, bfloat16: bool = True) -> Mapping[str, 
     return MappingProxyType({name: half * 1e12 for name in names} | {"float32": single * 1e12})
 
 
-# NVIDIA "Tesla V100" (SXM2, 32 GB), "A100 80GB" (SXM), "H100" (SXM), "H200" (SXM); AMD "Instinct MI300X".  V100 has the
-# launch parameters of A100, since tpfuse's kernels have none of its own.
+# NVIDIA "Tesla V100" (SXM2, 32 GB), "A100 80GB" (SXM), "H100" (SXM), "H200" (SXM), an eighth of "DGX B200"; AMD
+# "Instinct MI300X".  V100 has the launch parameters of A100, and B200 those of H100: there are none for it.
 DEVICES: Mapping[str, Device] = MappingProxyType(
     {
         d.name: d
@@ -112,6 +112,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
             Device("a100-80gb", _peak(312, 19.5), 2.039e12, 80e9, arch="sm_80"),
             Device("h100", _peak(989.4, 66.9), 3.35e12, 80e9, arch="sm_90"),
             Device("h200", _peak(989.4, 66.9), 4.8e12, 141e9, arch="sm_90"),
+            Device("b200", _peak(2250, 75), 8e12, 180e9, arch="sm_90"),
             Device("mi300x", _peak(1307.4, 163.4), 5.3e12, 192e9, arch="gfx942"),
         )
     }
