@@ -9,9 +9,7 @@ arXiv:2110.10802).  The script and its looks are page.html.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import NamedTuple
 
 from ...kernels.runtime.errors import check
 from ...kernels.runtime.launch import pretending

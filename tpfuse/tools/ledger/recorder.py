@@ -86,8 +86,8 @@ def add_up(entries: Iterable[Entry]) -> Row:
 
 
 class _Stretches:
-    """The stretch of a block that runs now.  Nodes of autograd are numbered in the order in which they are made, so that
-    a node's number says in which stretch that was."""
+    """The stretch of a block that runs now.  Nodes of autograd are numbered in the order in which they are made, so a
+    node's number says in which stretch that was."""
 
     def __init__(self) -> None:
         self._starts, self._names = [0], [""]  # the number of the first node of each stretch, and its name
