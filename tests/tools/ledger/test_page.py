@@ -148,7 +148,8 @@ document.getElementById("op3").click();
 const result = document.createElement("pre");
 result.id = "result";
 result.textContent = JSON.stringify({ seen, states, focusable, boxes: boxes().length, cut: document.body.dataset.cut,
-  card: document.getElementById("card").innerText, plain: shown()["plain torch"], wide: document.documentElement.scrollWidth });
+  card: document.getElementById("card").innerText, plain: shown()["plain torch"],
+  wide: document.documentElement.scrollWidth });
 document.body.append(result);
 </script>
 """

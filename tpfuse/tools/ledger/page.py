@@ -64,7 +64,7 @@ class CountedOp(NamedTuple):
 
 def write(subject: Subject, path: Path) -> None:
     """Writes the page.  ValueError, as at run time, for a layer that cannot be split as asked for, and where counts are
-    no exact functions of the sizes; other splits that are impossible are shown as such."""
+    no exact functions of the sizes; a split that was not asked for then shows the error in place of numbers."""
     text = render(gather(subject))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
@@ -89,15 +89,14 @@ def gather(subject: Subject) -> Json:
     for (tp, cp), other in progress(sorted(sizes.items()), "counting split"):
         try:
             columns = _columns(subject._replace(plan=other), axes)
-        except ValueError as error:
-            if other == plan:
-                raise
-            splits[f"{tp}x{cp}"] = str(error)
-        else:
             splits[f"{tp}x{cp}"] = {
                 title: _embedded(f"{title}, tp {tp}, cp {cp}", column, pool, structures)
                 for title, column in columns.items()
             }
+        except ValueError as error:
+            if other == plan:
+                raise
+            splits[f"{tp}x{cp}"] = str(error)
     start = dict(batch=subject.batch, seq=subject.seq, tp=plan.tp, cp=plan.cp)
     ranks = dict(tp=sorted({tp for tp, _ in sizes}), cp=sorted({cp for _, cp in sizes}))
     model = dict(name=subject.name, layer=subject.layer, dtype=subject.dtype, arch=subject.arch)
