@@ -11,7 +11,7 @@ import torch
 
 from tpfuse.kernels.runtime.launch import pretending
 from tpfuse.tools.ledger import page
-from tpfuse.tools.ledger.coefficients import Axes, Function
+from tpfuse.tools.ledger.coefficients import Axes, SizeFunction
 from tpfuse.tools.ledger.dryrun import Plan, fake_world, ranks_of
 from tpfuse.tools.ledger.layer import PLAIN, compare
 from tpfuse.tools.ledger.presets import load_config
@@ -41,7 +41,9 @@ def counted(batch, seq, tp, cp):
 def embedded(data, batch, seq, tp, cp):
     """The same from a page's functions."""
     functions = [
-        Function(kind, tuple(values), **(dict(denominator=more) if kind == "polynomial" else dict(keys=tuple(more))))
+        SizeFunction(
+            kind, tuple(values), **(dict(denominator=more) if kind == "polynomial" else dict(keys=tuple(more)))
+        )
         for kind, values, more in data["functions"]
     ]
     sums = {}

@@ -59,7 +59,7 @@ def _doubling(start: int, least: int, most: int) -> tuple[int, ...]:
     return tuple(values)
 
 
-class Function(NamedTuple):
+class SizeFunction(NamedTuple):
     """A function of (B, S): the numerators of POLYNOMIAL over ``denominator``, or the values of a table by ``keys``."""
 
     kind: str
@@ -81,7 +81,7 @@ def _powers(size: Size) -> tuple[int, ...]:
     return 1, B, S, B * S, B * S * S
 
 
-def fit(name: str, counts: Counts, axes: Axes) -> Function:
+def fit(name: str, counts: Counts, axes: Axes) -> SizeFunction:
     """Returns the function of a number that was counted at ``axes.fitted`` and ``axes.further``.
 
     ValueError of ``name`` where none is exact at every size, or where it is beyond EXACT.
@@ -101,7 +101,7 @@ def fit(name: str, counts: Counts, axes: Axes) -> Function:
     )
 
 
-def _polynomial(counts: Counts) -> Function:
+def _polynomial(counts: Counts) -> SizeFunction:
     """Solves for the coefficients at as many sizes as are independent, by elimination in fractions."""
     width = len(_powers((1, 1)))
     pivots: dict[int, list[Fraction]] = {}  # by the column in which a reduced row has its 1
@@ -118,17 +118,17 @@ def _polynomial(counts: Counts) -> Function:
         pivots[leading] = row
     solved = [pivots[i][width] if i in pivots else Fraction(0) for i in range(width)]
     denominator = lcm(*(x.denominator for x in solved))
-    return Function(POLYNOMIAL, tuple(int(x * denominator) for x in solved), denominator)
+    return SizeFunction(POLYNOMIAL, tuple(int(x * denominator) for x in solved), denominator)
 
 
-def _by_rows(counts: Counts) -> Function:
+def _by_rows(counts: Counts) -> SizeFunction:
     table = {B * S: count for (B, S), count in counts.items()}
-    return Function(ROWS, tuple(table.values()), keys=tuple(table))
+    return SizeFunction(ROWS, tuple(table.values()), keys=tuple(table))
 
 
-def _by_sequence(counts: Counts) -> Function:
+def _by_sequence(counts: Counts) -> SizeFunction:
     table = {S: count // B for (B, S), count in counts.items()}
-    return Function(SEQUENCE, tuple(table.values()), keys=tuple(table))
+    return SizeFunction(SEQUENCE, tuple(table.values()), keys=tuple(table))
 
 
 class Pool:
@@ -136,7 +136,7 @@ class Pool:
 
     def __init__(self, axes: Axes):
         self.axes = axes
-        self.functions: dict[Function, int] = {}
+        self.functions: dict[SizeFunction, int] = {}
         self._fitted: dict[tuple[int, ...], int] = {}
 
     def number(self, name: str, counts: Sequence[int]) -> int:

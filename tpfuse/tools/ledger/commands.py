@@ -173,8 +173,9 @@ def _run_ledger(args: Namespace) -> None:
         raise ValueError("--ms and --bandwidth go together")
     plan = dryrun.Plan(args.tp, cp=args.cp, cp_kind=args.cp_kind, dtype=DTYPES[args.dtype], imbalance=args.imbalance)
     if args.html:
-        config, sizes = load_config(args.model), (args.batch, args.seq)
-        page.write(page.Subject(args.model, config, plan, *sizes, arch=args.arch, layer=args.layer), args.html)
+        config = load_config(args.model)
+        subject = page.Subject(args.model, config, plan, args.batch, seq=args.seq, arch=args.arch, layer=args.layer)
+        page.write(subject, args.html)
     with pretending(args.arch), dryrun.fake_world(plan.tp, cp=plan.cp) as mesh:
         tp = dryrun.ranks_of(plan, mesh)
         sizes = dict(batch=args.batch, seq=args.seq)

@@ -175,7 +175,7 @@ def _embedded(
 
 def _devices(subject: Subject) -> Json:
     """Returns the rates of the devices whose kernels have these launch parameters, and so these bytes."""
-    devices = {
+    devices: Json = {
         d.name: dict(
             gemm=d.gemm * d.peak[subject.dtype],
             attention=d.attention * d.peak[subject.dtype],
