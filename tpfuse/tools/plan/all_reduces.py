@@ -44,8 +44,9 @@ class AllReduceTimes(NamedTuple):
         return f"{table(header, rows)}\n{note}"
 
     def json(self) -> dict[str, object]:
-        dense = dict(link=self.link._asdict(), ranks=list(self.ranks), sizes=list(self.sizes), seconds=self.times)
-        return dense if self.density is None else dense | dict(density=self.density, sparse=self.sparse)
+        values = dict[str, object](link=self.link._asdict(), ranks=[*self.ranks], sizes=[*self.sizes])
+        values |= dict(seconds=self.times)
+        return values if self.density is None else values | dict(density=self.density, sparse=self.sparse)
 
 
 def compare(args: Namespace) -> AllReduceTimes:
