@@ -57,7 +57,7 @@ def compare(args: Namespace) -> AllReduceTimes:
         for name, algorithm in algorithms.items()
     }
     sums = {} if args.density is None else sparse(args.density)
-    return AllReduceTimes(link, args.ranks, args.sizes, times(ALL_REDUCE), args.density, times(sums))
+    return AllReduceTimes(link, args.ranks, args.sizes, times(ALL_REDUCE), density=args.density, sparse=times(sums))
 
 
 def _cell(ranks: int, size: int, link: Link) -> str:
