@@ -180,7 +180,7 @@ def test_predict(capsys, tmp_path):
         "--seq",
         "64",
     )
-    assert text.splitlines()[0].split()[:3] == ["tp", "dp", "micro-batch"] and len(text.splitlines()) == 4
+    assert text.splitlines()[0].split()[:3] == ["tp", "cp", "dp"] and len(text.splitlines()) == 4
 
 
 def test_layouts(capsys, tmp_path):

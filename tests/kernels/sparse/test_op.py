@@ -24,9 +24,8 @@ def integers(M: int, K: int, density: float, V: int, bits: int) -> torch.Tensor:
 
 
 W = SparseInt.from_dense(integers(21, 40, 0.5, 8, 8))
-test_opcheck = common.opcheck(
-    [(SPARSE, (W.vectors, int8(40, 5))), (SAMPLED, (int8(21, 6), int8(40, 6), *W.vectors[1:3], 8))]
-)
+SAMPLES = [(SPARSE, (W.vectors, int8(40, 5))), (SAMPLED, (int8(21, 6), int8(40, 6), *W.vectors[1:3], 8))]
+test_opcheck = common.opcheck(SAMPLES)
 
 # odd sizes, one row, one column of x, more than one tile of columns and of vectors
 SHAPES = [(21, 40, 5), (1, 1, 1), (70, 301, 131)]

@@ -25,7 +25,7 @@ from tpfuse.tools.plan.topology import (
     rings,
     torus,
 )
-from tpfuse.tools.plan.topology.bandwidth import crossings, spread
+from tpfuse.tools.plan.topology.bandwidth import crossings, loads, spread
 from tpfuse.tools.plan.topology.hamiltonian import hops_of
 
 SIZES = st.integers(min_value=1, max_value=40)
@@ -329,6 +329,19 @@ def test_groups_at_once_share_links():
 # ---- bad input ----
 
 
+@pytest.mark.parametrize("name", NETWORKS)
+def test_all_sources_at_once(name):
+    """As matrices: the sum over sources of what each alone sends, more of them than are taken at once."""
+    graph = NETWORKS[name](144).graph
+    nodes = list(graph)
+    sources, receivers = {node: 1 + i % 3 for i, node in enumerate(nodes[:100])}, {node: 2 for node in nodes[::5]}
+    expected = Counter()
+    for source, weight in sources.items():
+        for edge, messages in spread(graph, source, receivers).items():
+            expected[edge] += weight * messages
+    assert loads(graph, sources, receivers) == pytest.approx({edge: n for edge, n in expected.items() if n})
+
+
 @pytest.mark.parametrize(
     "call, message",
     [
@@ -343,6 +356,7 @@ def test_groups_at_once_share_links():
         (lambda: links(Split(dp=65), fat_tree(64)), "dp 65 x tp 1 x pp 1 = 65 ranks do not fit on the 64"),
         (lambda: links(Split(dp=0), fat_tree(64)), "dp, cp, tp and pp must be positive"),
         (lambda: spread(torus(9).graph, 0, {9: 1.0}), "no way from 0 to 9"),
+        (lambda: loads(fat_tree(2).graph.subgraph([0, 1]), {0: 1}, {1: 1}), "no way between some of its ends"),
     ],
 )
 def test_bad_input(call, message):

@@ -44,8 +44,9 @@ class AllReduceTimes(NamedTuple):
         return f"{table(header, rows)}\n{note}"
 
     def json(self) -> dict[str, object]:
-        dense = dict(link=self.link._asdict(), ranks=list(self.ranks), sizes=list(self.sizes), seconds=self.times)
-        return dense if self.density is None else dense | dict(density=self.density, sparse=self.sparse)
+        values = dict[str, object](link=self.link._asdict(), ranks=[*self.ranks], sizes=[*self.sizes])
+        values |= dict(seconds=self.times)
+        return values if self.density is None else values | dict(density=self.density, sparse=self.sparse)
 
 
 def compare(args: Namespace) -> AllReduceTimes:
@@ -56,7 +57,7 @@ def compare(args: Namespace) -> AllReduceTimes:
         for name, algorithm in algorithms.items()
     }
     sums = {} if args.density is None else sparse(args.density)
-    return AllReduceTimes(link, args.ranks, args.sizes, times(ALL_REDUCE), args.density, times(sums))
+    return AllReduceTimes(link, args.ranks, args.sizes, times(ALL_REDUCE), density=args.density, sparse=times(sums))
 
 
 def _cell(ranks: int, size: int, link: Link) -> str:

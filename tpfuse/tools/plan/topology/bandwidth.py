@@ -14,9 +14,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from ....kernels.runtime.errors import check
 from .hamiltonian import hops_of, rings
-from .network import Network, networkx
+from .network import Network, networkx, scipy_sparse
+
+_SOURCES = 64  # at once, of :func:`loads`
 
 Edge = frozenset[Any]  # its two nodes
 
@@ -69,6 +73,41 @@ def spread(graph: Any, source: object, receivers: Mapping[Any, float]) -> dict[E
     return crossing
 
 
+def loads(graph: Any, sources: Mapping[Any, float], receivers: Mapping[Any, float]) -> dict[Edge, float]:
+    """Returns the messages that cross each edge where each of ``sources``, its weight times, sends as :func:`spread`.
+
+    The sums are those of spread for one source after another, as products of matrices with a column a source: a
+    thousand switches take a second, and not a minute.
+    """
+    number = {node: i for i, node in enumerate(graph)}
+    edges = [(number[a], number[b], edge["links"]) for a, b, edge in graph.edges(data=True)]
+    ends = np.array([(a, b) for a, b, _ in edges] + [(b, a) for a, b, _ in edges], dtype=int).reshape(-1, 2).T
+    links = np.array([n for *_, n in edges] * 2, dtype=float)
+    adjacent = scipy_sparse().csr_matrix((links, ends), shape=(len(number), len(number)))
+    wanted = np.zeros((len(number), 1))
+    wanted[[number[node] for node in receivers], 0] = list(receivers.values())
+    crossed = np.zeros(len(edges))
+    columns = [(number[node], weight) for node, weight in sources.items()]
+    for start in range(0, len(columns), _SOURCES):
+        places, weights = (np.array(values) for values in zip(*columns[start : start + _SOURCES], strict=True))
+        paths = np.zeros((len(number), len(places)))
+        paths[places, range(len(places))] = 1
+        levels, visited = [paths], paths > 0
+        while not visited[wanted[:, 0] > 0].all():
+            paths = np.where(visited, 0.0, adjacent @ levels[-1])
+            check(bool(paths.any()), "plan: the network has no way between some of its ends")
+            levels.append(paths)
+            visited |= paths > 0
+        onward = np.zeros_like(paths)
+        for nearer, level in zip(levels[-2::-1], levels[:0:-1], strict=True):
+            share = np.divide(wanted + onward, level, out=np.zeros_like(level), where=level > 0)
+            each = ((share[ends[1]] * nearer[ends[0]]) @ weights * links).reshape(2, -1)
+            crossed += each.sum(0)
+            onward = nearer * (adjacent @ share)
+    edge_of = [*number]
+    return {frozenset((edge_of[a], edge_of[b])): load for (a, b, _), load in zip(edges, crossed, strict=True) if load}
+
+
 # ---- all to all ----
 
 
@@ -87,9 +126,8 @@ def all_to_all(network: Network) -> float:
         senders = dict.fromkeys(board, network.accelerators // len(board))
     else:  # the accelerators of a switch send and receive as one: each has n - 1 messages on its own link
         senders = receivers = Counter(next(iter(network.graph.adj[i])) for i in range(network.accelerators))
-    for source, weight in senders.items():
-        for link, messages in spread(network.graph, source, receivers).items():
-            load[kind_of(link)] = load.get(kind_of(link), 0.0) + weight * messages
+    for link, messages in loads(network.graph, senders, receivers).items():
+        load[kind_of(link)] = load.get(kind_of(link), 0.0) + messages
     fullest = max((n / capacity[kind] for kind, n in load.items()), default=0.0) * network.ports
     return min(1.0, (network.accelerators - 1) / fullest) if fullest else 1.0
 

@@ -75,6 +75,15 @@ def networkx() -> Any:
     return networkx
 
 
+def scipy_sparse() -> Any:
+    """Returns the module scipy.sparse; ValueError where it is not installed."""
+    try:
+        import scipy.sparse
+    except ImportError:
+        raise ValueError("plan: networks need scipy: pip install tpfuse[plan]") from None
+    return scipy.sparse
+
+
 def empty(accelerators: int) -> Any:
     """Returns a graph without edges."""
     check(accelerators >= 2, f"plan: a network joins at least 2 accelerators, got {accelerators}")
