@@ -40,16 +40,13 @@ def counted(batch, seq, tp, cp):
 
 def embedded(data, batch, seq, tp, cp):
     """The same from a page's functions."""
-    functions = [
-        SizeFunction(
-            kind, tuple(values), **(dict(denominator=more) if kind == "polynomial" else dict(keys=tuple(more)))
-        )
-        for kind, values, more in data["functions"]
-    ]
+    extra = lambda kind, more: dict(denominator=more) if kind == "polynomial" else dict(keys=tuple(more))
+    functions = [SizeFunction(kind, tuple(values), **extra(kind, more)) for kind, values, more in data["functions"]]
     sums = {}
     for title, (_, numbers) in data["splits"][f"{tp}x{cp}"].items():
         read, written, _, flops, wire = (
-            sum(functions[n].at((batch, seq)) for n in numbers[i :: len(page.COUNTS)]) for i in range(len(page.COUNTS))
+            sum(functions[n].evaluate((batch, seq)) for n in numbers[i :: len(page.COUNTS)])
+            for i in range(len(page.COUNTS))
         )
         sums[title] = [read + written, wire, flops]
     return sums

@@ -67,7 +67,7 @@ class SizeFunction(NamedTuple):
     denominator: int = 1
     keys: tuple[int, ...] = ()
 
-    def at(self, size: Size) -> Fraction:
+    def evaluate(self, size: Size) -> Fraction:
         """Returns the value; KeyError where a table has none."""
         B, S = size
         if self.kind == POLYNOMIAL:
@@ -90,14 +90,14 @@ def fit(name: str, counts: Counts, axes: Axes) -> SizeFunction:
     check(largest < EXACT, f"ledger: {name} is {largest}, and a page counts to {EXACT} at most; ask for smaller sizes")
     staircase = {size: counts[size] for size in axes.fitted}
     functions = [_polynomial(staircase), _by_rows(staircase), _by_sequence(staircase)]
-    differing = [[size for size in counts if function.at(size) != counts[size]] for function in functions]
+    differing = [[size for size in counts if function.evaluate(size) != counts[size]] for function in functions]
     for function, sizes in zip(functions, differing, strict=True):
         if not sizes:
             return function
     size = differing[0][0]
     raise ValueError(
         f"ledger: {name} is no exact function of the sizes ({', '.join(KINDS)}), so there is no page of it: at batch"
-        f" {size[0]}, seq {size[1]} it is {counts[size]}, got {functions[0].at(size)} from a fit at other sizes"
+        f" {size[0]}, seq {size[1]} it is {counts[size]}, got {functions[0].evaluate(size)} from a fit at other sizes"
     )
 
 
