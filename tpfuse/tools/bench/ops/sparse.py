@@ -47,4 +47,5 @@ BENCH = Bench(
     inputs=inputs,
     providers=dict(tpfuse=tpfuse, torch=dense),
     remark=remark,
+    modes=("fwd",),
 )
