@@ -59,7 +59,8 @@ class Bench:
     the first provider that calls ops of tpfuse.  With ``p`` providers take ``p=`` too; errors are then taken at p = 0,
     since every library draws its own masks, unless ``exact`` is given, the truth with the masks of tpfuse.
     ``yardsticks`` are providers that have no error: they do part of the work, or have masks of their own beside
-    ``exact``.  ``remark(card, dtype, shape)`` makes a line to print below the table, such as from where on the op pays.
+    ``exact``.  ``remark(card, dtype, shape)`` makes a line to print below the table, such as where the op pays, for a
+    ``card`` that is None on a CPU.
     ``shapes`` are the standard ones, ``cpu_shapes`` those on a CPU.  ``modes``: "fwd" alone where there is no gradient.
 
     Raises ValueError where a provider is missing or a shape has other axes.

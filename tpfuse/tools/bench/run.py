@@ -222,7 +222,8 @@ class _Measurement:
         for mode in self.case.modes:
             self.time(mode, errors)
         if bench.remark is not None:
-            self.notes.append(bench.remark(self.setting.card, self.case.dtype, self.case.shape))
+            gpu = self.setting.device.type != "cpu"
+            self.notes.append(bench.remark(self.setting.card if gpu else None, self.case.dtype, self.case.shape))
 
     @property
     def one_set(self) -> int:
