@@ -97,7 +97,9 @@ def test_bits_of_one_rank(ranks, name, R, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("groups, R", [(4, 2), (6, 2), (8, 4)])  # two rounds, three, and two of four ranks
+@pytest.mark.parametrize(
+    "groups, R", [(4, 2), (6, 2), (10, 2), (8, 4)]
+)  # two rounds, three, five, and two of four ranks
 @pytest.mark.parametrize("name", CASES)
 def test_messages_under_attention(ranks, name, groups, R, dtype):
     """Bits do not depend on the rounds that heads are exchanged in."""

@@ -138,12 +138,17 @@ def form_of(
     return overlapped if tp.sequence_parallel else replicated
 
 
-_ROUNDS = 4  # of attention, behind which messages of heads travel: at most 1/4 of them is exposed
+_ROUNDS = 4  # of attention, of whose messages a quarter is exposed; more are more messages
 
 
 def most_rounds(groups: int, cp: TensorParallel) -> int:
-    """Returns the number of rounds of a rank's ``groups`` of heads if their messages travel under attention."""
-    return 1 if cp.overlap == "off" else max(n for n in range(1, _ROUNDS + 1) if groups % n == 0)
+    """Returns the number of rounds of a rank's ``groups`` of heads if their messages travel under attention.
+
+    It is the largest up to _ROUNDS that divides them; where there is none each group is a round.
+    """
+    if cp.overlap == "off":
+        return 1
+    return max([n for n in range(2, _ROUNDS + 1) if groups % n == 0] or [groups])
 
 
 def rounds_of_heads(qkv: Tensor, options: Options, cp: TensorParallel) -> int:

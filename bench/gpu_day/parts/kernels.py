@@ -59,7 +59,8 @@ def jobs(context: Context) -> list[str]:
 
 
 def run(job: str, context: Context) -> None:
-    for mode in ("fwd", "bwd"):
+    bench, _ = cases.case(job)
+    for mode in (mode for mode in ("fwd", "bwd") if mode in bench.modes):
         call = call_of(job, mode, context)
         call()
         with timed() as times:

@@ -26,7 +26,7 @@ def run(job: str, context: Context) -> None:
             bench, shape = cases.case(job)
             sets = [bench.inputs(Random(DTYPES["bf16"], device, 0), *shape)]
             for p in {bench.p, bench.p and 0.0}:
-                calls(bench.providers["tpfuse"], sets, p, "step", Random(torch.bfloat16, device, 1))(0)
+                calls(bench.providers["tpfuse"], sets, p, bench.modes[-1], Random(torch.bfloat16, device, 1))(0)
     context.emit(dict(compiled=job))
 
 

@@ -4,9 +4,10 @@
                 its o leaves under those behind it
     backward    do and dqkv alike
 
-What stays exposed is the arrival of the first round and the departure of the last.  Attention hides more than the
-projections beside it: for S positions it computes about S flops for each byte of bf16 heads that is exchanged, they as
-many as the model is wide.  A head's bits depend on no other head, so they do not depend on the rounds.
+What stays exposed is the arrival of the first round and the departure of the last.  Of S positions causal attention
+computes S / 4 flops forward for each byte of bf16 heads that is exchanged, S / 2 where kv heads are few, and the
+projections beside it as many as the model is wide, D: attention hides more from S = 4 D on, which is what sequences are
+divided for.  A head's bits depend on no other head, so they do not depend on the rounds.
 
 Letters: C ranks with m rows each; G kv heads, each with Q query heads; n rounds of g = G / (C n) kv heads a rank.
 """

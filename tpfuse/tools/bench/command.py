@@ -23,10 +23,10 @@ import torch
 from ...kernels.runtime.rules import NOT_NEGATIVE, check_number
 from ..command import CommandParser, unknown
 from . import output, plots
-from .definition import DTYPES, Bench, Shape, discover, load, load_all, written
+from .definition import DTYPES, MODES, Bench, Shape, discover, load, load_all, written
 from .measure import cache_bytes
 from .roofline import Card, card_name, measure_card
-from .run import MODES, PEERS, BenchCase, Results, Setting, available, measure
+from .run import PEERS, BenchCase, Results, Setting, available, measure
 
 STANDARD = {"GPU": "shapes", "CPU": "cpu_shapes"}
 INTERRUPTED = 130  # the exit code of a shell's command that Ctrl-C has ended

@@ -21,6 +21,7 @@ from ..command import unknown
 from ..options import DTYPES as DTYPES
 
 FOLDER = pathlib.Path(__file__).with_name("ops")
+MODES = "fwd", "bwd", "step"  # bwd: autograd.grad on a graph that is kept; step: forward and backward, nothing kept
 Shape = tuple[int, ...]
 
 
@@ -58,8 +59,9 @@ class Bench:
     the first provider that calls ops of tpfuse.  With ``p`` providers take ``p=`` too; errors are then taken at p = 0,
     since every library draws its own masks, unless ``exact`` is given, the truth with the masks of tpfuse.
     ``yardsticks`` are providers that have no error: they do part of the work, or have masks of their own beside
-    ``exact``.  ``remark(card, dtype, shape)`` makes a line to print below the table, such as from where on the op pays.
-    ``shapes`` are the standard ones, ``cpu_shapes`` those on a CPU.
+    ``exact``.  ``remark(card, dtype, shape)`` makes a line to print below the table, such as where the op pays, for a
+    ``card`` that is None on a CPU.
+    ``shapes`` are the standard ones, ``cpu_shapes`` those on a CPU.  ``modes``: "fwd" alone where there is no gradient.
 
     Raises ValueError where a provider is missing or a shape has other axes.
     """
@@ -75,6 +77,7 @@ class Bench:
     yardsticks: tuple[str, ...] = ()
     baseline: str = "torch"
     remark: Callable[..., str] | None = None
+    modes: tuple[str, ...] = MODES
 
     def __post_init__(self) -> None:
         subject, has = f"the Bench {self.name!r}", ", ".join(map(repr, self.providers)) or "none"

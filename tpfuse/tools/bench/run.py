@@ -15,11 +15,10 @@ from torch._functorch import config as functorch
 from ...kernels.runtime.rules import quoted
 from ..accuracy import kernel_limit, rms_errors
 from .count import CallCount, count
-from .definition import DTYPES, Bench, Random, Shape, written
+from .definition import DTYPES, MODES, Bench, Random, Shape, written
 from .measure import Timing, fills_cache, interleaved, peak_bytes, sets_needed, side_stream, speedup
 from .roofline import Card
 
-MODES = "fwd", "bwd", "step"  # bwd: autograd.grad on a graph that is kept; step: forward and backward, nothing kept
 COLUMNS = (
     "op axes shape dtype mode provider wrong error limit p20_us p50_us p80_us baseline speedup speedup_p20 speedup_p80"
     " tflops gbs roofline bound bytes flops peak_mib registers spills timed path"
@@ -223,7 +222,8 @@ class _Measurement:
         for mode in self.case.modes:
             self.time(mode, errors)
         if bench.remark is not None:
-            self.notes.append(bench.remark(self.setting.card, self.case.dtype, self.case.shape))
+            gpu = self.setting.device.type != "cpu"
+            self.notes.append(bench.remark(self.setting.card if gpu else None, self.case.dtype, self.case.shape))
 
     @property
     def one_set(self) -> int:

@@ -13,6 +13,7 @@ Seconds: 5 ns a metre of cable, 300 ns through a switch or through an accelerato
 to leave one accelerator's memory and reach another's.
 """
 
+import importlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -68,20 +69,19 @@ class Network(NamedTuple):
 
 def networkx() -> Any:
     """Returns the module networkx; ValueError where it is not installed."""
-    try:
-        import networkx
-    except ImportError:
-        raise ValueError("plan: networks need networkx: pip install tpfuse[plan]") from None
-    return networkx
+    return _extra("networkx")
 
 
 def scipy_sparse() -> Any:
     """Returns the module scipy.sparse; ValueError where it is not installed."""
+    return _extra("scipy.sparse")
+
+
+def _extra(name: str) -> Any:
     try:
-        import scipy.sparse
+        return importlib.import_module(name)
     except ImportError:
-        raise ValueError("plan: networks need scipy: pip install tpfuse[plan]") from None
-    return scipy.sparse
+        raise ValueError(f"plan: networks need {name.partition('.')[0]}: pip install tpfuse[plan]") from None
 
 
 def empty(accelerators: int) -> Any:
