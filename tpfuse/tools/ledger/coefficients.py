@@ -17,7 +17,7 @@ from ...kernels.runtime.errors import check
 POLYNOMIAL, ROWS, SEQUENCE = KINDS = "polynomial", "rows", "sequence"
 EXACT = 1 << 53  # integers below it are exact in a float of 64 bits, which is what JavaScript has
 
-# The least and the most of an axis, unless a size beyond is asked for.  One sequence needs other copies of plain torch.
+# The least and the most of an axis, unless a size beyond is asked for.
 BATCH, SEQ = (2, 64), (128, 8192)
 
 Size = tuple[int, int]  # B sequences, S positions
@@ -32,8 +32,11 @@ class Axes(NamedTuple):
 
     @classmethod
     def around(cls, batch: int, seq: int, *, positions: int) -> "Axes":
-        """Returns axes through a size, of a model with so many ``positions``."""
-        return cls(_doubling(batch, *BATCH), _doubling(seq, SEQ[0], min(SEQ[1], positions)))
+        """Returns axes through a size, of a model with so many ``positions``.
+
+        One sequence is an axis alone: plain torch makes other copies of it, so its counts are functions of their own.
+        """
+        return cls((1,) if batch == 1 else _doubling(batch, *BATCH), _doubling(seq, SEQ[0], min(SEQ[1], positions)))
 
     @property
     def fitted(self) -> list[Size]:
@@ -49,12 +52,19 @@ class Axes(NamedTuple):
         inner = [(self.batch[0], middle[1]), middle, (middle[0], self.seq[-1])]
         return [size for size in dict.fromkeys(inner) if size not in self.fitted]
 
+    @property
+    def sizes(self) -> list[Size]:
+        """The sizes that are counted."""
+        return self.fitted + self.further
 
-def _doubling(start: int, least: int, most: int) -> tuple[int, ...]:
-    while start % 2 == 0 and start // 2 >= least:
-        start //= 2
-    values = [start]
-    while values[-1] * 2 <= most:
+
+def _doubling(through: int, least: int, most: int) -> tuple[int, ...]:
+    """Returns values through one of them, which may lie outside of the bounds."""
+    first = through
+    while first % 2 == 0 and first // 2 >= least:
+        first //= 2
+    values = [first]
+    while values[-1] * 2 <= max(most, through):
         values.append(values[-1] * 2)
     return tuple(values)
 
@@ -134,15 +144,14 @@ def _by_sequence(counts: Counts) -> SizeFunction:
 class Pool:
     """Functions by number, each once."""
 
-    def __init__(self, axes: Axes):
-        self.axes = axes
+    def __init__(self) -> None:
         self.functions: dict[SizeFunction, int] = {}
-        self._fitted: dict[tuple[int, ...], int] = {}
+        self._fitted: dict[tuple[Axes, tuple[int, ...]], int] = {}
 
-    def number(self, name: str, counts: Sequence[int]) -> int:
+    def number(self, name: str, counts: Sequence[int], axes: Axes) -> int:
         """Returns the number of the function with these counts at the axes' sizes, in their order."""
-        key = tuple(counts)
+        key = axes, tuple(counts)
         if key not in self._fitted:
-            function = fit(name, dict(zip([*self.axes.fitted, *self.axes.further], key, strict=True)), self.axes)
+            function = fit(name, dict(zip(axes.sizes, counts, strict=True)), axes)
             self._fitted[key] = self.functions.setdefault(function, len(self.functions))
         return self._fitted[key]
