@@ -37,7 +37,7 @@ WIDTHS = Fraction(1, 2), Fraction(1), Fraction(2)  # of the model's
 SCALED = "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "expert_size", "shared_size"
 COUNTS = "read", "written", "least", "flops", "wire"
 
-Json = dict[str, Any]
+Json = dict[str, object]
 
 
 class Subject(NamedTuple):
@@ -57,7 +57,7 @@ class Subject(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """What is counted by itself, since it runs other ops or other launch parameters."""
+    """A setting that is counted by itself, since it runs other ops or other launch parameters."""
 
     tp: int
     cp: int
@@ -73,7 +73,7 @@ class Variant(NamedTuple):
 
 
 class CountedOp(NamedTuple):
-    """What is the same of an op at all sizes; ``stretch``: of the block, or the part of the operator table."""
+    """The part of an op that is the same at all sizes; ``stretch``: of the block, or the part of the operator table."""
 
     op: str
     kind: str
@@ -89,7 +89,7 @@ StretchedOp = tuple[str, Entry, str]  # a stretch, an op of it, and the axis tha
 
 
 class Tables:
-    """What variants share: functions, the five of an op (COUNTS) as one row, and the ops of a column."""
+    """Numbers what variants share: functions, the five of an op (COUNTS) as one row, and the ops of a column."""
 
     def __init__(self) -> None:
         self.pool, self.rows, self.structures = Pool(), dict[tuple[int, ...], int](), dict[Structure, int]()
@@ -191,11 +191,12 @@ def _widths(config: ModelConfig) -> list[ModelConfig]:
     """Returns the model at WIDTHS: with so many times the heads, each as wide, and MLPs and experts as many times as
     wide.  A width is left out that has no whole number of them."""
     sizes = {name: size for name in SCALED if (size := getattr(config, name, None)) is not None}
-    scaled = [{name: size * factor for name, size in sizes.items()} for factor in WIDTHS]
-    whole = [
-        {name: int(size) for name, size in of.items()} for of in scaled if all(x.denominator == 1 for x in of.values())
+    whole: list[Any] = [
+        {name: int(size * factor) for name, size in sizes.items()}
+        for factor in WIDTHS
+        if all(size % factor.denominator == 0 for size in sizes.values())
     ]
-    return [replace(config, **of) for of in whole]
+    return [replace(config, **scaled) for scaled in whole]
 
 
 # ---- counts ----
