@@ -4,7 +4,14 @@ From the text of Shoeybi et al. 2019 (arXiv:1909.08053) and Korthikanti et al. 2
 attention in products, softmax and dropout of their own, each of which reads and writes all scores; bias and gelu in one
 kernel, bias, dropout and residual in one; two all-reduces a layer each way, with sequence parallelism an all-gather and
 a reduce-scatter in place of each.  The second gather of rows that sequence parallelism makes backward runs beside a
-product, and is not run_pieces.  Every op is one pass over its operands.
+product, and is not counted.  Every op is one pass over its operands.
+
+From the code that was public then (megatron/p2p_communication.py, schedules.py, model/distributed.py, mpu/layers.py and
+optimizer/optimizer.py of NVIDIA/Megatron-LM): a rank sends and receives between passes and waits for both, its tp ranks
+receive a part each and gather it; every micro-batch adds its gradients to those before, a pass of its own; the replicas
+of stages sum them after the last; the optimizer copies them to fp32, scales, measures and clips them before Adam, and
+copies the weights back.  Since the end of 2021 the sum behind a column-parallel layer's gradient of inputs runs beside
+that of the weight: ``overlapped``.
 """
 
 from collections.abc import Iterable
@@ -16,7 +23,7 @@ from tpfuse.pipeline.action import BACKWARD, FORWARD, INPUT, WEIGHT
 from tpfuse.pipeline.schedules import SCHEDULES
 from tpfuse.tools.ledger.aten import COMMUNICATION, ELEMENTWISE, GEMM
 from tpfuse.tools.ledger.memory import activation_bytes
-from tpfuse.tools.ledger.recorder import Entry
+from tpfuse.tools.ledger.recorder import Entry, tiles
 from tpfuse.tools.plan.cluster import Cluster
 from tpfuse.tools.plan.messages import over_tp
 from tpfuse.tools.plan.split import GEMM as PRODUCTS
@@ -47,23 +54,36 @@ class Sizes(NamedTuple):
         return self.rows * self.heads * self.seq // self.tp
 
 
+class Product(NamedTuple):
+    """``batch`` products [M, K] [K, N]."""
+
+    M: int
+    N: int
+    K: int
+    batch: int = 1
+
+    @property
+    def call(self) -> Entry:
+        M, N, K, batch = self
+        read, written = E * batch * (M * K + K * N), E * batch * M * N
+        sizes = dict(read=read, written=written, least=read + written, flops=2 * batch * M * N * K)
+        return Entry("gemm", GEMM, "", tiles=batch * tiles(M, N), **sizes)
+
+    @property
+    def gradients(self) -> list[Entry]:
+        """The gradients of both operands."""
+        M, N, K, batch = self
+        return [Product(M, K, N, batch).call, Product(K, N, M, batch).call]
+
+
 class Layer(NamedTuple):
-    """Calls of a layer; ``core``: of its forward, the part of attention that selective recomputation repeats."""
+    """Calls of a layer; ``core``: of its forward, the part of attention that selective recomputation repeats;
+    ``hideable``: messages of backward with the product that may run at the same time."""
 
     forward: list[Entry]
     core: list[Entry]
     backward: list[Entry]
-
-
-def _product(rows: int, n: int, k: int, batch: int = 1) -> Entry:
-    read, written = E * batch * (rows * k + k * n), E * batch * rows * n
-    flops = 2 * batch * rows * n * k
-    return Entry("gemm", GEMM, "", read=read, written=written, least=read + written, flops=flops)
-
-
-def _both(product: Entry) -> list[Entry]:
-    """The gradients of both operands of a product, whose bytes are shared out evenly."""
-    return [product._replace(read=product.written + product.read // 2, written=product.read // 2)] * 2
+    hideable: list[tuple[Entry, Entry]]
 
 
 def _through(op: str, read: int, written: int) -> Entry:
@@ -88,17 +108,17 @@ def layer(s: Sizes) -> Layer:
     """Returns the calls of one layer."""
     h, t, T, p = s.width, s.tp, E * s.tile, s.scores
     per_head, batch = h // s.heads, s.rows // s.seq * s.heads // t
-    qkv, project = _product(s.rows, 3 * h // t, h), _product(s.rows, h, h // t)
-    fc1, fc2 = _product(s.rows, 4 * h // t, h), _product(s.rows, h, 4 * h // t)
-    scores, mixed = _product(s.seq, s.seq, per_head, batch), _product(s.seq, per_head, s.seq, batch)
+    qkv, project = Product(s.rows, 3 * h // t, h), Product(s.rows, h, h // t)
+    fc1, fc2 = Product(s.rows, 4 * h // t, h), Product(s.rows, h, 4 * h // t)
+    scores, mixed = Product(s.seq, s.seq, per_head, batch), Product(s.seq, per_head, s.seq, batch)
     norm = _through("layer_norm", T // s.shards, T // s.shards)
     finish = _through("bias_dropout_add", 2 * T // s.shards, (T + MASK * s.tile) // s.shards)
     copies = [_through("permute", n * T // t, n * T // t) for n in (3, 1)]
-    core = [scores, _through("softmax", E * p, E * p), _through("dropout", E * p, (E + MASK) * p), mixed]
+    core = [scores.call, _through("softmax", E * p, E * p), _through("dropout", E * p, (E + MASK) * p), mixed.call]
     gelu = _through("bias_gelu", 4 * T // t, 4 * T // t)
     forward = [
-        *(norm, *_gather(s), qkv, copies[0], *core, copies[1], project, *_sum(s), finish),
-        *(norm, *_gather(s), fc1, gelu, fc2, *_sum(s), finish),
+        *(norm, *_gather(s), qkv.call, copies[0], *core, copies[1], project.call, *_sum(s), finish),
+        *(norm, *_gather(s), fc1.call, gelu, fc2.call, *_sum(s), finish),
     ]
     shard = (T // s.shards, s.tile // s.shards)
     ends = [  # of a branch: of dropout, of the bias, of the norm (dx, then its weights) and of the residual's sum
@@ -110,36 +130,36 @@ def layer(s: Sizes) -> Layer:
     ]
     of_gelu = [_through("bias_gelu_backward", 8 * T // t, 4 * T // t), _through("bias_backward", 4 * T // t, 0)]
     of_core = [
-        *_both(mixed),
+        *mixed.gradients,
         _through("dropout_backward", (E + MASK) * p, E * p),
         _through("softmax_backward", 2 * E * p, E * p),
-        *_both(scores),
+        *scores.gradients,
     ]
     # what a gather is forward is a sum backward, and the other way round
     backward = [
-        *(*ends, *_gather(s), *_both(fc2), *of_gelu, *_both(fc1), *_sum(s)),
-        *(*ends, *_gather(s), *_both(project), *copies, *of_core, *_both(qkv), *_sum(s)),
+        *(*ends, *_gather(s), *fc2.gradients, *of_gelu, *fc1.gradients, *_sum(s)),
+        *(*ends, *_gather(s), *project.gradients, *copies, *of_core, *qkv.gradients, *_sum(s)),
     ]
-    return Layer(forward, core, backward)
+    return Layer(forward, core, backward, [(message, p.gradients[1]) for p in (fc1, qkv) for message in _sum(s)])
 
 
 def head(s: Sizes, vocabulary: int) -> Layer:
     """Returns the calls of the last norm, the logits and their loss in fp32."""
-    norm, logits = _through("layer_norm", E * s.tile, E * s.tile), _product(s.rows, vocabulary // s.tp, s.width)
+    norm, logits = _through("layer_norm", E * s.tile, E * s.tile), Product(s.rows, vocabulary // s.tp, s.width)
     n = s.rows * vocabulary // s.tp
     loss = [
         _through(op, read * n, written * n)
         for op, read, written in (("cast", 2, 4), ("max", 4, 0), ("sub", 4, 4), ("exp", 4, 4), ("sum", 4, 0))
     ]
     back = [_through("softmax", 4 * n, 4 * n), _through("loss_backward", 4 * n, 4 * n), _through("cast", 4 * n, 2 * n)]
-    return Layer([norm, *_gather(s), logits, *loss], [], [*back, *_both(logits), *_sum(s), norm])
+    return Layer([norm, *_gather(s), logits.call, *loss], [], [*back, *logits.gradients, *_sum(s), norm], [])
 
 
 def embedding(s: Sizes) -> Layer:
     """Returns the calls of the lookup, the sum over the vocabulary's ranks, positions and dropout."""
     T = E * s.tile
     finish = _through("add_dropout", 2 * T // s.shards, (T + MASK * s.tile) // s.shards)
-    return Layer([_through("lookup", T, T), *_sum(s), finish], [], [finish, *_gather(s), _through("scatter", T, T)])
+    return Layer([_through("lookup", T, T), *_sum(s), finish], [], [finish, *_gather(s), _through("scatter", T, T)], [])
 
 
 class MegatronCosts:
@@ -149,8 +169,8 @@ class MegatronCosts:
     Megatron-LM of these papers does not do: schedules that split the backward pass, and heads that tp does not divide.
     """
 
-    def __init__(self, cluster: Cluster, *, sequence_parallel: bool):
-        self.cluster, self.sequence_parallel = cluster, sequence_parallel
+    def __init__(self, cluster: Cluster, *, sequence_parallel: bool, overlapped: bool = False):
+        self.cluster, self.sequence_parallel, self.overlapped = cluster, sequence_parallel, overlapped
 
     def __call__(self, job: Job, split: Split) -> Pieces:
         config, t = job.config, split.tp
@@ -174,7 +194,12 @@ class MegatronCosts:
         recomputed = calls.forward if split.full else calls.core if split.saving == "smallest" else []
         if not calls.core:
             recomputed = []  # embedding and head are not recomputed
-        backward = self._seconds([*recomputed, *calls.backward], job, split)
+        micro_batches = job.batch // (split.dp * split.micro_batch)
+        sums = [accumulation(parameters)] if micro_batches > 1 else []
+        backward = self._seconds([*recomputed, *calls.backward, *sums], job, split)
+        for message, product in calls.hideable if self.overlapped else ():
+            sent = over_tp(message.op, message.wire, split, self.cluster)
+            backward[TP] -= min(sent, self.cluster.device.seconds(product, job.dtype))
         recompute = "full" if split.full else RECOMPUTE[split.saving]
         saved, unsaved = (_saved(job, split, name, self.sequence_parallel) for name in (recompute, "none"))
         return PieceCost(
@@ -206,7 +231,15 @@ def _block_parameters(config: ModelConfig, tp: int) -> float:
     return (12 * config.hidden_size**2 + 7 * config.hidden_size) / tp + 6 * config.hidden_size
 
 
-def optimizer(elements: float) -> Entry:
-    """Returns Adam's pass over a rank's elements in mixed precision: fp32 gradients, weights and both moments are read,
-    all but the gradients and 16-bit weights written (Narayanan et al. 2021)."""
-    return _through("adam", 16 * round(elements), 14 * round(elements))
+def accumulation(elements: float) -> Entry:
+    """Returns the pass that adds a micro-batch's gradients, of a rank's elements, to those before."""
+    return _through("accumulate", 2 * E * round(elements), E * round(elements))
+
+
+def optimizer(elements: float) -> list[Entry]:
+    """Returns the passes of a step of Adam in mixed precision over a rank's elements, of which gradients, weights and
+    both moments are fp32: the gradients are copied, scaled, measured and clipped, Adam reads and writes all but them,
+    and the 16-bit weights are copied (Narayanan et al. 2021)."""
+    n = round(elements)
+    passes = dict(copy=(2, 4), scale=(4, 4), norm=(4, 0), clip=(4, 4), adam=(16, 12), weights=(4, 2))
+    return [_through(op, read * n, written * n) for op, (read, written) in passes.items()]

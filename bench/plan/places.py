@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from bench.plan.megatron import MegatronCosts
+from bench.plan.megatron import MegatronCosts, optimizer
 from bench.plan.published import CHUNKS
 from tpfuse.tools.ledger.mfu import PUBLISHED, Published
 from tpfuse.tools.plan.cluster import preset
@@ -46,7 +46,9 @@ def published_split(p: Published) -> Split:
 def place(p: Published, keep: int = 40) -> Place:
     """Ranks the ``keep`` fastest of both schedules; ValueError where the paper's own is not among them."""
     cluster = preset("a100-80gb", p.devices)
-    costs = cost_model(cluster, pieces=MegatronCosts(cluster, sequence_parallel=True))
+    costs = cost_model(cluster, pieces=MegatronCosts(cluster, sequence_parallel=True, overlapped=True))
+    update = lambda job, elements: sum(cluster.device.seconds(e, job.dtype) for e in optimizer(elements))
+    costs = costs._replace(update=update)
     job = Job(p.config, p.batch, 2048, torch.float16, optimizer="adamw-fp32")
     steps = [
         step

@@ -2,25 +2,30 @@
 
     python -m bench.plan.published
 
-No constant is fitted: A100 reaches 75 % of its GEMM peak, 80 % of its memory's and 230 of 300 GB/s in a ring, V100 50
-%, 75 % and 115 of 150 GB/s, a network its rate (tpfuse/tools/plan/devices.py, cluster.py).  Models are Megatron-LM's
-own layers (bench/plan/megatron.py), which the papers measured.
+PredictionErrors of whole steps stand below every plan (tpfuse/tools/plan/report.py).  No constant is fitted: A100 reaches 75 % of
+its GEMM peak, 80 % of its memory's and 230 of 300 GB/s in a ring, V100 50 %, 75 % and 115 of 150 GB/s, a network its
+rate (tpfuse/tools/plan/devices.py, cluster.py).  Models are Megatron-LM's own layers (bench/plan/megatron.py), which
+the papers measured.
 """
 
+import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from bench.plan.megatron import MegatronCosts, optimizer
+from bench.plan.megatron import E, MegatronCosts, Product, optimizer
 from tpfuse.models import GPTConfig
 from tpfuse.pipeline import Timeline, Work, demand, order, simulate
 from tpfuse.tools.ledger.mfu import PUBLISHED, Published, model_flops
 from tpfuse.tools.plan.cluster import preset
-from tpfuse.tools.plan.messages import between_stages
+from tpfuse.tools.plan.devices import DEVICES
+from tpfuse.tools.plan.messages import between_stages, over_dp, over_tp
+from tpfuse.tools.plan.report import PredictionErrors
 from tpfuse.tools.plan.split import Job, Split
 
 KORTHIKANTI, MEGATRON = "arXiv:2205.05198", "arXiv:1909.08053"
+NARAYANAN, TRITON = "arXiv:2104.04473", "triton-lang.org, tutorial 3"
 GPIPE, PIPEFISHER = "arXiv:1811.06965", "arXiv:2211.14133"
 
 
@@ -55,7 +60,7 @@ def one_layer() -> list[Row]:
     cluster, job = preset("a100-80gb", 8), Job(PUBLISHED[0].config, 4, 2048, torch.float16)
     rows = []
     for case, parallel, split, paper in LAYER:
-        (block, *_) = MegatronCosts(cluster, sequence_parallel=parallel)(job, split).blocks
+        (block, *_) = MegatronCosts(cluster, sequence_parallel=parallel, overlapped=True)(job, split).blocks
         ours = 1e3 * (block.seconds("F") + block.seconds("B"))
         rows.append(Row("table 4", case, "ms", ours=ours, paper=paper))
     return rows
@@ -66,8 +71,25 @@ def one_layer() -> list[Row]:
 CHUNKS = {"175b": 3, "530b": 3}  # stages a rank, by the interleaved schedule
 
 
+class Run(NamedTuple):
+    """A run of Megatron-LM on A100s, of sequences of 2048; its replicas fill the devices."""
+
+    config: GPTConfig
+    devices: int
+    batch: int
+    tp: int
+    pp: int
+    chunks: int
+    micro_batch: int
+
+    @property
+    def split(self) -> Split:
+        schedule, dp = "interleaved" if self.chunks > 1 else "1f1b", self.devices // (self.tp * self.pp)
+        return Split(dp, self.tp, self.pp, schedule, self.chunks, micro_batch=self.micro_batch)
+
+
 class Iteration(NamedTuple):
-    """A step by the simulator; ``update``: the optimizer's seconds."""
+    """A step by the simulator; ``update``: the seconds after the last pass, of replicas' sums and the optimizer."""
 
     timeline: Timeline
     update: float
@@ -82,23 +104,34 @@ class Iteration(NamedTuple):
         return max(self.timeline.busy) + self.update
 
 
-def iteration(p: Published, *, full: bool) -> Iteration:
-    """Returns a step of a row of table 5: full recomputation, or selective with sequence parallelism."""
-    cluster, chunks = preset("a100-80gb", p.devices), CHUNKS.get(p.name, 1)
-    micro = 4 if p.name == "22b" else 1
-    schedule = "interleaved" if chunks > 1 else "1f1b"
-    job = Job(p.config, p.batch, 2048, torch.float16)
-    split = Split(tp=p.tp, pp=p.pp, schedule=schedule, chunks=chunks, micro_batch=micro)
+def step(run: Run, *, full: bool, overlapped: bool) -> Iteration:
+    """Returns a step of a run: full recomputation, or selective with sequence parallelism."""
+    cluster, split = preset("a100-80gb", run.devices), run.split
+    job = Job(run.config, run.batch, 2048, torch.float16)
     split = split._replace(full=full, saving="fastest" if full else "smallest")
-    pieces = MegatronCosts(cluster, sequence_parallel=not full)(job, split)
-    actions = order(schedule, p.pp, p.batch // micro, chunks=chunks)
-    size = p.layers // actions.stages
+    pieces = MegatronCosts(cluster, sequence_parallel=not full, overlapped=overlapped)(job, split)
+    actions = order(split.schedule, run.pp, run.batch // (split.dp * run.micro_batch), chunks=run.chunks)
+    size = run.config.num_layers // actions.stages
     stages = [pieces.stage(range(i * size, (i + 1) * size)) for i in range(actions.stages)]
-    F, B = ([sum(piece.seconds(kind) for piece in stage) for stage in stages] for kind in "FB")
-    timeline = simulate(actions, F, B, 0.0, communication=between_stages(pieces.hop_bytes, split, cluster))
-    parameters = sum(piece.parameters for stage in stages[:: p.pp] for piece in stage)  # of the rank at the front
-    update = cluster.device.seconds(optimizer(parameters), job.dtype)
-    return Iteration(timeline, update)
+    message = between_stages(pieces.hop_bytes, split, cluster)
+    if run.pp > 1 and full:  # with sequence parallelism a rank keeps its part
+        message += over_tp("all_gather", pieces.hop_bytes * (run.tp - 1), split, cluster)
+    last = len(stages) - 1  # a rank waits for the message in front of a pass
+    F = [sum(piece.seconds("F") for piece in stage) + message * (i > 0) for i, stage in enumerate(stages)]
+    B = [sum(piece.seconds("B") for piece in stage) + message * (i < last) for i, stage in enumerate(stages)]
+    parameters = sum(piece.parameters for stage in stages[:: run.pp] for piece in stage)  # of the rank at the front
+    update = sum(cluster.device.seconds(entry, job.dtype) for entry in optimizer(parameters))
+    if run.pp > 1:  # else sums run beside the only micro-batch's backward pass, or the last's
+        update += over_dp(E * parameters, split, cluster)
+    return Iteration(simulate(actions, F, B, 0.0), update)
+
+
+def iteration(p: Published, *, full: bool) -> Iteration:
+    """Returns a step of a row of table 5."""
+    micro_batch = 4 if p.name == "22b" else 1
+    return step(
+        Run(p.config, p.devices, p.batch, p.tp, p.pp, CHUNKS.get(p.name, 1), micro_batch), full=full, overlapped=True
+    )
 
 
 def of_model(p: Published) -> list[Row]:
@@ -117,6 +150,58 @@ def of_model(p: Published) -> list[Row]:
 def iterations() -> list[Row]:
     """Table 5."""
     return [row for p in PUBLISHED for row in of_model(p)]
+
+
+# ---- Narayanan et al. 2021: ten sizes, every layer recomputed ----
+
+WEAK_SCALING = (  # billions; heads, width, layers; devices, batch, tp, pp, chunks, micro-batch; TFLOP/s a device
+    ("1.7B", 24, 2304, 24, 32, 512, 1, 1, 1, 16, 137),
+    ("3.6B", 32, 3072, 30, 64, 512, 2, 1, 1, 16, 138),
+    ("7.5B", 32, 4096, 36, 128, 512, 4, 1, 1, 16, 142),
+    ("18.4B", 48, 6144, 40, 256, 1024, 8, 1, 1, 8, 135),
+    ("39.1B", 64, 8192, 48, 512, 1536, 8, 2, 1, 4, 138),
+    ("76.1B", 80, 10240, 60, 1024, 1792, 8, 4, 3, 2, 140),
+    ("145.6B", 96, 12288, 80, 1536, 2304, 8, 8, 2, 2, 148),
+    ("310.1B", 128, 16384, 96, 1920, 2160, 8, 16, 2, 1, 155),
+    ("529.6B", 128, 20480, 105, 2520, 2520, 8, 35, 3, 1, 163),
+    ("1008B", 160, 25600, 128, 3072, 3072, 8, 64, 1, 1, 163),
+)
+
+
+def narayanan() -> list[Row]:
+    """Table 1; chunks and micro-batches are those of the authors' script, examples/sc21/run_table_1.sh."""
+    rows = []
+    for name, heads, width, layers, *sizes, paper in WEAK_SCALING:
+        config = GPTConfig(vocab_size=51200, max_positions=2048, hidden_size=width, num_layers=layers, num_heads=heads)
+        run = Run(config, *sizes)
+        # the paper's equation 3: with those of recomputation
+        terms = 1 + 2048 / (6 * width) + 51200 / (16 * layers * width)
+        flops = 96 * run.batch * 2048 * layers * width**2 * terms
+        rate = flops / step(run, full=True, overlapped=False).seconds / run.devices / 1e12
+        rows.append(Row("table 1", f"GPT {name}, {run.devices} devices", "TFLOP/s", ours=rate, paper=paper))
+    return rows
+
+
+# ---- cuBLAS on an A100 ----
+
+CUBLAS = {  # M = N = K: TFLOP/s of fp16, as the page of Triton's tutorial printed them
+    **{256: 4.10, 384: 12.29, 512: 26.21, 640: 42.67, 768: 63.20, 896: 78.05, 1024: 110.38, 1152: 135.73},
+    **{1280: 157.54, 1408: 155.77, 1536: 176.95, 1664: 183.65, 1792: 172.91, 1920: 200.35, 2048: 223.70},
+    **{2176: 211.83, 2304: 228.59, 2432: 203.58, 2560: 224.44, 2688: 200.70, 2816: 212.75, 2944: 222.48},
+    **{3072: 209.72, 3200: 216.22, 3328: 207.47, 3456: 217.31, 3584: 219.31, 3712: 206.40, 3840: 210.25},
+    **{3968: 208.59, 4096: 219.67},
+}
+
+
+def products() -> list[Row]:
+    """Products of matrices by size."""
+    a100 = DEVICES["a100-80gb"]
+    rows = []
+    for n, paper in CUBLAS.items():
+        call = Product(n, n, n).call
+        rate = call.flops / a100.seconds(call, torch.float16) / 1e12
+        rows.append(Row("matrix multiplication", f"M = N = K = {n}", "TFLOP/s", ours=rate, paper=paper))
+    return rows
 
 
 # ---- Shoeybi et al. 2019: weak scaling over tp ----
@@ -138,7 +223,8 @@ def weak_scaling() -> list[Row]:
         pieces = MegatronCosts(cluster, sequence_parallel=False)(job, Split(tp=tp, micro_batch=8, full=True))
         parts = pieces.stage(range(layers))
         seconds = sum(piece.seconds(kind) for piece in parts for kind in "FB")
-        seconds += cluster.device.seconds(optimizer(sum(piece.parameters for piece in parts)), job.dtype)
+        passes = optimizer(sum(piece.parameters for piece in parts))
+        seconds += sum(cluster.device.seconds(entry, job.dtype) for entry in passes)
         rate = model_flops(config, 1024, 8) / tp / seconds
         base = base or rate
         rows.append(Row("figure 5", f"V100, tp {tp}", "% of linear", ours=100 * rate / base, paper=paper))
@@ -192,10 +278,20 @@ def pipefisher() -> list[Row]:
 TABLES: dict[str, tuple[str, Callable[[], list[Row]]]] = {
     "one layer": (KORTHIKANTI, one_layer),
     "iterations": (KORTHIKANTI, iterations),
+    "ten sizes": (NARAYANAN, narayanan),
+    "products": (TRITON, products),
     "weak scaling": (MEGATRON, weak_scaling),
     "gpipe": (GPIPE, gpipe),
     "pipefisher": (PIPEFISHER, pipefisher),
 }
+
+
+def errors() -> PredictionErrors:
+    """Returns the errors of predicted seconds over the whole steps of both of Megatron-LM's papers."""
+    seconds = [row.ours / row.paper for p in PUBLISHED for row in of_model(p)[:2]]
+    rates = [row.paper / row.ours for row in narayanan()]
+    percent = [100 * (ratio - 1) for ratio in seconds + rates]
+    return PredictionErrors(len(percent), statistics.mean(percent), min(percent), max(percent))
 
 
 def report(rows: Sequence[tuple[str, Row]]) -> str:
@@ -208,6 +304,7 @@ def report(rows: Sequence[tuple[str, Row]]) -> str:
 
 
 def main() -> None:
+    print(errors())
     print(report([(source, row) for source, make in TABLES.values() for row in make()]))
 
 

@@ -56,7 +56,7 @@ def embedded(data, batch, seq, *setting):
     key = "x".join(map(str, (*setting, min(batch, 2))))
     for title, (_, rows) in data["variants"][key].items():
         by_count = zip(*(data["rows"][row] for row in rows), strict=True)
-        read, written, _, flops, wire = (sum(functions[n].evaluate((batch, seq)) for n in ns) for ns in by_count)
+        read, written, _, flops, wire, _ = (sum(functions[n].evaluate((batch, seq)) for n in ns) for ns in by_count)
         sums[title] = [read + written, wire, flops]
     return sums
 

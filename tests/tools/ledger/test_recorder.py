@@ -90,6 +90,18 @@ def test_our_ops_say_what_they_cost(device):
     assert ours["linear_fwd"].read == moved(x, w) and ours["linear_fwd"].written == 4 * M * N
 
 
+def test_tiles_of_a_products_result():
+    x, w = (torch.ones(n, 64, device="meta", requires_grad=True) for n in (300, 130))
+    ledger = record(lambda: linear(x, w).sum().backward())
+    assert {e.op: e.tiles for e in ledger.entries if e.op in OPS} == {
+        "linear_fwd": 3 * 2,
+        "linear_wgrad": 2 * 1,
+        "linear_dgrad": 3 * 1,
+    }
+    assert only(lambda: tensor(2, 128, 64) @ tensor(2, 64, 129)).tiles == 2 * 1 * 2
+    assert only(lambda: tensor(M, K) + tensor(M, K)).tiles == 0
+
+
 def test_meta_and_real_tensors_are_counted_alike():
     def run(device):
         layer = nn.Sequential(nn.Linear(K, N), nn.LayerNorm(N), nn.GELU()).to(device)

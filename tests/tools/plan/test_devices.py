@@ -32,6 +32,15 @@ def test_the_launch_is_hockneys_half_length():
     assert half / A100.seconds(entry(GEMM, flops=half), BF16) == pytest.approx(0.75 * 312e12 / 2)
 
 
+def test_the_last_wave_of_tiles_takes_as_long_as_a_full_one():
+    product = lambda tiles: entry(GEMM, flops=10**12 * tiles)._replace(tiles=tiles)
+    seconds = lambda tiles: A100.seconds(product(tiles), BF16) - A100.launch
+    wave = 108e12 / (0.75 * 312e12)
+    assert [seconds(t) for t in (1, 108, 109, 216)] == pytest.approx([wave, wave, 2 * wave, 2 * wave])
+    unknown = A100._replace(multiprocessors=0)
+    assert unknown.seconds(product(1), BF16) - A100.launch == pytest.approx(wave / 108)
+
+
 def test_a_dtype_without_a_peak():
     flops = entry(GEMM, flops=1)
     with pytest.raises(ValueError, match="v100 has no peak for bfloat16, only for float16, float32"):

@@ -194,7 +194,7 @@ def test_costs_are_cached_and_follow_the_device():
     assert COSTS(job, split._replace(full=True)).blocks[0].seconds("B") > block.seconds("B")
     assert block._replace(sizes={}).share(4) == block.share(4)  # an even cut
     # twice as fast a device takes half of the time, except for messages
-    fast = Device("fast", {"bfloat16": 624e12}, 4.078e12, 80e9, launch=1.5e-6, arch="sm_80")
+    fast = Device("fast", {"bfloat16": 624e12}, 4.078e12, 80e9, launch=1.5e-6, arch="sm_80", multiprocessors=108)
     faster = LedgerCosts(Cluster(fast, 8, COSTS.cluster.levels))(job, split).blocks[0]
     ratios = {k: seconds / faster.passes["B"][k] for k, seconds in block.passes["B"].items() if seconds}
     assert ratios == pytest.approx({"GEMM": 2, "attention": 2, "memory-bound": 2, "tp": 1})

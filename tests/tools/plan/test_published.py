@@ -4,15 +4,18 @@ Spans: bench/plan/published.py, mixtures.py, places.py and megatron.py, whose ta
 """
 
 import pathlib
+import statistics
 
 import pytest
 import torch
+from scipy.stats import spearmanr
 
 from bench.plan import mixtures, places, published
 from bench.plan.megatron import MegatronCosts, Sizes, layer
 from tpfuse.models import GPTConfig
 from tpfuse.tools.ledger.mfu import PUBLISHED, forward_flops
 from tpfuse.tools.plan.cluster import preset
+from tpfuse.tools.plan.report import PUBLISHED as PRINTED
 from tpfuse.tools.plan.split import Job, Split
 
 PAGE = (pathlib.Path(__file__).parents[3] / "docs" / "plan.md").read_text()
@@ -58,6 +61,31 @@ def test_waiting_of_a_trillion():
     assert 1 - step.without_bubble / step.seconds > 0.07
 
 
+@pytest.mark.slow
+def test_ten_sizes_of_narayanans_table_1():
+    rows = published.narayanan()
+    check(rows, 8.5)
+    in_the_page(published.NARAYANAN, rows)
+    assert spearmanr([row.ours for row in rows], [row.paper for row in rows]).statistic > 0.94
+
+
+@pytest.mark.slow
+def test_the_errors_below_every_plan_are_those_of_the_rows():
+    errors = published.errors()
+    assert tuple(round(x, 1) for x in errors) == PRINTED
+    assert f"`{errors}`" in PAGE
+
+
+def test_products_of_all_sizes_without_and_with_waves(monkeypatch):
+    rows = published.products()
+    check(rows, 22)
+    in_the_page(published.TRITON, rows)
+    assert statistics.median(abs(row.error) for row in rows) < 5.5
+    a100 = published.DEVICES["a100-80gb"]._replace(multiprocessors=0)
+    monkeypatch.setattr(published, "DEVICES", {"a100-80gb": a100})
+    assert max(row.error for row in published.products()) > 140
+
+
 def test_weak_scaling_of_megatrons_figure_5():
     rows = published.weak_scaling()
     assert all(abs(row.ours - row.paper) < 10 for row in rows)
@@ -89,17 +117,17 @@ def test_parameters_of_alpas_mixtures_of_experts():
 @pytest.mark.slow
 def test_alpas_found_plans_and_figure_7b():
     """From 16 devices on the found numbers of stages are the best's; throughput falls behind linear scaling in the
-    paper's order, by up to 14 points more than there."""
+    paper's order, by up to 15 points more than there."""
     plans = [mixtures.place(m) for m in mixtures.FOUND]
     assert all(mixtures.line(p) in PAGE for p in plans)
     stages = [(p.published.split.pp, p.best.split.pp) for p in plans]
-    assert stages == [(2, 1), (2, 1), (2, 2), (8, 8), (8, 8)] and all(0 <= p.behind < 11 for p in plans)
+    assert stages == [(2, 1), (2, 1), (2, 2), (8, 8), (8, 8)] and all(0 <= p.behind < 12 for p in plans)
     assert all(p.behind < 5 for p in plans[2:])
     rows = mixtures.throughput(plans)
     in_the_page(mixtures.ALPA, rows)
     found, free = rows[::2], rows[1::2]
     assert [row.ours for row in found] == sorted((row.ours for row in found), reverse=True)
-    assert all(0 < row.paper - row.ours < 14 for row in found) and abs(found[0].ours - found[0].paper) < 10
+    assert all(0 < row.paper - row.ours < 15 for row in found) and abs(found[0].ours - found[0].paper) < 10
     assert all(abs(row.ours - row.paper) < 10 for row in free)
 
 
@@ -155,12 +183,9 @@ def test_splits_that_megatron_refuses():
         costs(job, Split(tp=3))
 
 
-@pytest.mark.parametrize(
-    "p, within",
-    [(P22, 15), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((P175, 5), (P530, 1), (P1T, 5)))],
-)
-def test_the_papers_own_plans_are_among_the_best(p, within):
-    """Within so many % of the best that the search finds."""
+@pytest.mark.parametrize("p", [P22, *(pytest.param(p, marks=pytest.mark.slow) for p in (P175, P530, P1T))])
+def test_the_papers_own_plans_are_among_the_best(p):
+    """Within 8 % of the best that the search finds."""
     ranked = places.place(p)
-    assert 0 <= ranked.behind < within and ranked.published.seconds == pytest.approx(p.seconds, rel=0.1)
+    assert 0 <= ranked.behind < 8 and ranked.published.seconds == pytest.approx(p.seconds, rel=0.1)
     assert places.line(ranked) in PAGE

@@ -11,7 +11,7 @@ import pytest
 from tests.tools.plan import fake
 from tpfuse.tools.ledger.mfu import model_flops
 from tpfuse.tools.plan.explain import Scenario, binding, changes, exchanged, formulas, runner_up
-from tpfuse.tools.plan.report import as_json, cells, draw, label
+from tpfuse.tools.plan.report import PUBLISHED, as_json, cells, draw, label
 from tpfuse.tools.plan.split import Split
 from tpfuse.tools.plan.step import STEP_PARTS
 
@@ -27,7 +27,8 @@ def test_a_table_of_ten(plans):
     for i, (line, step) in enumerate(zip(lines[2:12], steps, strict=True)):
         assert line.startswith(f"{i + 1} =" if i and step.seconds <= 1.05 * steps[0].seconds else f"{i + 1} ")
         assert cells(step.split)[0] in line
-    assert "a rank may hold 200 B" in lines[-2] and "a tie" in lines[-3]
+    assert lines[-1] == str(PUBLISHED)
+    assert "a rank may hold 200 B" in lines[-3] and "a tie" in lines[-4]
 
 
 def test_an_interrupted_search_says_so(plans):

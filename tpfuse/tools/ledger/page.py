@@ -35,7 +35,7 @@ MOST = 200_000  # bytes of a page
 RANKS = 1, 2, 4, 8  # of tp and of cp
 WIDTHS = Fraction(1, 2), Fraction(1), Fraction(2)  # of the model's
 SCALED = "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "expert_size", "shared_size"
-COUNTS = "read", "written", "least", "flops", "wire"
+COUNTS = "read", "written", "least", "flops", "wire", "tiles"
 
 Json = dict[str, object]
 
@@ -89,7 +89,7 @@ StretchedOp = tuple[str, Entry, str]  # a stretch, an op of it, and the axis tha
 
 
 class Tables:
-    """Numbers what variants share: functions, the five of an op (COUNTS) as one row, and the ops of a column."""
+    """Numbers what variants share: functions, those of an op (COUNTS) as one row, and the ops of a column."""
 
     def __init__(self) -> None:
         self.pool, self.rows, self.structures = Pool(), dict[tuple[int, ...], int](), dict[Structure, int]()
@@ -239,6 +239,7 @@ def _devices(subject: Subject) -> Json:
             attention=d.attention * d.peak[subject.dtype],
             memory=d.reached * d.bandwidth,
             launch=d.launch,
+            multiprocessors=d.multiprocessors,
         )
         for d in DEVICES.values()
         if d.arch == subject.arch and subject.dtype in d.peak

@@ -30,6 +30,8 @@ from .text import quantity, table
 
 FORWARD, BACKWARD = PHASES = "forward", "backward"
 
+TILE = 128  # rows and columns of a result that a multiprocessor makes at once, of most GEMM kernels
+
 
 class Entry(NamedTuple):
     """One call.
@@ -38,7 +40,8 @@ class Entry(NamedTuple):
     sent to other ranks.  ``inputs`` and ``outputs`` are (storage number, bytes), the same number wherever the same
     storage is seen.  ``drops``: the call makes a dropout mask.  ``scores``: those that attention makes.  ``ranks``:
     how many a gather or an exchange of rows is among; 0: not known, the tensor-parallel ones.  ``group``: the name of
-    a collective's process group.  ``stretch``: of a block, as its wiring names them; "" outside of blocks.
+    a collective's process group.  ``tiles``: of TILE x TILE elements in a GEMM's result; 0: not known.  ``stretch``: of
+    a block, as its wiring names them; "" outside of blocks.
     """
 
     op: str
@@ -56,6 +59,7 @@ class Entry(NamedTuple):
     scores: int = 0
     ranks: int = 0
     group: str = ""
+    tiles: int = 0
     stretch: str = ""
 
     @property
@@ -176,6 +180,7 @@ class Ledger(TorchDispatchMode):
                 scores=cost.scores,
                 ranks=_ranks(name, args),
                 group=next((a for a in reversed(args) if isinstance(a, str)), "") if wire else "",
+                tiles=_tiles(cost.flops, args, outputs) if kind == aten.GEMM else 0,
                 stretch=self._stretches.current,
             )
             self.entries.append(entry)
@@ -254,6 +259,22 @@ def _ranks(name: str, args: tuple[Any, ...]) -> int:
     if name == "all_gather":
         return int(args[1])
     return len(args[1]) if name == "exchange_rows" else 0
+
+
+def _tiles(flops: int, args: tuple[Any, ...], outputs: object) -> int:
+    """Returns the tiles of the output that is a product [.., M, N]: its elements, times twice the K of an operand, are
+    the flops.  0 where there is none, as where the call makes other things of its products."""
+    lengths = {n for t in tree_leaves(args) if isinstance(t, Tensor) for n in t.shape}
+    for y in tree_leaves(outputs):
+        if isinstance(y, Tensor) and y.dim() > 1 and y.numel() and flops % (2 * y.numel()) == 0:
+            if flops // (2 * y.numel()) in lengths:
+                return tiles(y.numel() // y.shape[-1], y.shape[-1])
+    return 0
+
+
+def tiles(rows: int, columns: int) -> int:
+    """Returns the tiles of a matrix."""
+    return -(-rows // TILE) * -(-columns // TILE)
 
 
 def _size(t: Tensor) -> int:

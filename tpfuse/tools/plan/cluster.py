@@ -148,7 +148,12 @@ _SHARE = number(0, 1, "(]")
 _LEVEL: Mapping[str, Rule] = dict(ranks=COUNT, bandwidth=POSITIVE, latency=NOT_NEGATIVE)
 _REQUIRED: Mapping[str, Rule] = dict(bandwidth=POSITIVE, memory=POSITIVE)
 _OPTIONAL: Mapping[str, Rule] = dict(
-    gemm=_SHARE, attention=_SHARE, reached=_SHARE, launch=NOT_NEGATIVE, arch=one_of(MULTIPROCESSORS)
+    gemm=_SHARE,
+    attention=_SHARE,
+    reached=_SHARE,
+    launch=NOT_NEGATIVE,
+    arch=one_of(MULTIPROCESSORS),
+    multiprocessors=COUNT,
 )
 
 

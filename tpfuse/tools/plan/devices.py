@@ -2,11 +2,14 @@
 
 A call takes the longer of its flops and its bytes (Williams, Waterman & Patterson 2009, the roofline), and its launch:
 
-    seconds = launch + max(flops / (share x peak), bytes / (share x bandwidth))
+    seconds = launch + max(flops / (share x peak x filled), bytes / (share x bandwidth))
 
-so that a product of f flops reaches share f / (f + f_half) of the peak, f_half = launch x share x peak: Hockney's
-saturating line (Hockney & Jesshope 1981, r_inf and n_1/2), the only effect of a GEMM's size that is modelled: no tiles,
-no waves.  GEMMs of few rows are bound by their bytes; for others the share is what large ones reach.
+A GEMM's size has two effects.  Its launch: a product of f flops reaches share f / (f + f_half) of the peak, f_half =
+launch x share x peak, Hockney's saturating line (Hockney & Jesshope 1981, r_inf and n_1/2).  And its waves: a result is
+made in tiles of TILE x TILE, one for each multiprocessor at a time, and the last wave takes as long as a full one: t
+tiles on m multiprocessors fill t / (m ceil(t / m)) of them (NVIDIA's "Matrix Multiplication Background", wave
+quantization).  ``python -m bench.plan.published`` compares this with a published table of cuBLAS's rates.  The parts of
+a sum over K that libraries make by themselves where tiles are few are not modelled.
 
 Peaks, bandwidths and memory are the makers' data sheets, dense rates without sparsity.  Shares are stated, not fitted:
 
@@ -38,6 +41,7 @@ class Device(NamedTuple):
     ``peak``: flop/s by dtype ("bfloat16").  ``bandwidth``, ``memory``: bytes/s and bytes of its memory.  ``gemm``,
     ``attention``: share of the peak that they reach; ``reached``: share of the bandwidth.  ``launch``: seconds of a
     call.  ``arch``: the architecture whose launch parameters, and so bytes, tpfuse's kernels have; None: a CPU's.
+    ``multiprocessors``: those that make a GEMM's tiles; 0: waves are not modelled.
     """
 
     name: str
@@ -49,15 +53,23 @@ class Device(NamedTuple):
     reached: float = 0.8
     launch: float = 3e-6
     arch: str | None = None
+    multiprocessors: int = 0
 
     def seconds(self, entry: Entry, dtype: torch.dtype) -> float:
         """Returns the seconds of a call with operands of ``dtype``, without its messages.  ValueError for a dtype
         without a peak."""
         if entry.kind == COMMUNICATION:
             return 0.0
-        share = self.attention if entry.kind == ATTENTION else self.gemm
+        share = self.attention if entry.kind == ATTENTION else self.gemm * self.filled(entry.tiles)
         computed = entry.flops / (share * self._peak(dtype)) if entry.flops else 0.0
         return self.launch + max(computed, entry.moved / (self.reached * self.bandwidth))
+
+    def filled(self, tiles: int) -> float:
+        """Returns the share of the multiprocessors that are busy in the waves of so many tiles; 1 where it is not
+        known."""
+        if not (tiles and self.multiprocessors):
+            return 1.0
+        return tiles / (-(-tiles // self.multiprocessors) * self.multiprocessors)
 
     def _peak(self, dtype: torch.dtype) -> float:
         name = str(dtype).removeprefix("torch.")
@@ -103,17 +115,27 @@ def _peak(half: float, single: float, *, bfloat16: bool = True) -> Mapping[str, 
 
 
 # NVIDIA "Tesla V100" (SXM2, 32 GB), "A100 80GB" (SXM), "H100" (SXM), "H200" (SXM), an eighth of "DGX B200"; AMD
-# "Instinct MI300X".  V100 has the launch parameters of A100, and B200 those of H100: there are none for it.
+# "Instinct MI300X", whose compute units are counted.  V100 has the launch parameters of A100, and B200 those of H100:
+# there are none for it.
 DEVICES: Mapping[str, Device] = MappingProxyType(
     {
         d.name: d
         for d in (
-            Device("v100", _peak(125, 15.7, bfloat16=False), 0.9e12, 32e9, gemm=0.5, reached=0.75, arch="sm_80"),
-            Device("a100-80gb", _peak(312, 19.5), 2.039e12, 80e9, arch="sm_80"),
-            Device("h100", _peak(989.4, 66.9), 3.35e12, 80e9, arch="sm_90"),
-            Device("h200", _peak(989.4, 66.9), 4.8e12, 141e9, arch="sm_90"),
-            Device("b200", _peak(2250, 75), 8e12, 180e9, arch="sm_90"),
-            Device("mi300x", _peak(1307.4, 163.4), 5.3e12, 192e9, arch="gfx942"),
+            Device(
+                "v100",
+                _peak(125, 15.7, bfloat16=False),
+                0.9e12,
+                32e9,
+                gemm=0.5,
+                reached=0.75,
+                arch="sm_80",
+                multiprocessors=80,
+            ),
+            Device("a100-80gb", _peak(312, 19.5), 2.039e12, 80e9, arch="sm_80", multiprocessors=108),
+            Device("h100", _peak(989.4, 66.9), 3.35e12, 80e9, arch="sm_90", multiprocessors=132),
+            Device("h200", _peak(989.4, 66.9), 4.8e12, 141e9, arch="sm_90", multiprocessors=132),
+            Device("b200", _peak(2250, 75), 8e12, 180e9, arch="sm_90", multiprocessors=148),
+            Device("mi300x", _peak(1307.4, 163.4), 5.3e12, 192e9, arch="gfx942", multiprocessors=304),
         )
     }
 )
