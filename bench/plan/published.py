@@ -2,7 +2,7 @@
 
     python -m bench.plan.published
 
-PredictionErrors of whole steps stand below every plan (tpfuse/tools/plan/report.py).  No constant is fitted: A100 reaches 75 % of
+Errors of whole steps stand below every plan (tpfuse/tools/plan/report.py).  No constant is fitted: A100 reaches 75 % of
 its GEMM peak, 80 % of its memory's and 230 of 300 GB/s in a ring, V100 50 %, 75 % and 115 of 150 GB/s, a network its
 rate (tpfuse/tools/plan/devices.py, cluster.py).  Models are Megatron-LM's own layers (bench/plan/megatron.py), which
 the papers measured.
