@@ -106,9 +106,8 @@ def _without_flush(lag: Callable[[int, int], tuple[int, int]]) -> Callable[[Orde
     def make(request: OrderRequest) -> Actions:
         lists = []
         for r in range(request.ranks):
-            forward, backward = lag(r, request.ranks)
-            turns = range(request.micro_batches)
-            lists.append([a for m in turns for a in (Action(r, FORWARD, m - forward), Action(r, BACKWARD, m - backward))])
+            lags = tuple(zip((FORWARD, BACKWARD), lag(r, request.ranks), strict=True))
+            lists.append([Action(r, kind, m - behind) for m in range(request.micro_batches) for kind, behind in lags])
         return lists
 
     return make
