@@ -9,6 +9,7 @@ import torch
 from tests.models.common import default_dtype
 from tests.pipeline.common import F64, GPT2, MODELS, ROWS, adapted, batches, errors, made, mine, place
 from tpfuse import TensorParallel, clip_grad_norm_, param_groups
+from tpfuse.layers import ExpertBalance
 from tpfuse.pipeline import schedule
 
 STEPS = 4
@@ -81,3 +82,20 @@ LAYOUTS = [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 1)]
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_layout(ranks, layout):
     check(ranks, layout)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "bert", "untied"])
+def test_every_kind_of_model(ranks, kind):
+    check(ranks, (2, 1, 1), MODELS[kind])
+
+
+def test_beside_other_features(ranks):
+    check(ranks, (2, 1, 2), MODELS["llama"], lora=True, sequence_parallel=True)
+
+
+def test_recompute(ranks):
+    check(ranks, (2, 1, 1), MODELS["llama"], recompute="full")
+
+
+def test_losses_of_balance(ranks):
+    check(ranks, (2, 1, 1), MODELS["mixtral"], balance=ExpertBalance("sequence", 0.5, 0.1))
