@@ -79,7 +79,9 @@ class DelayedPipeline(Pipeline):
             arguments = dict(arguments, input_ids=input_ids)
             calls = self._agreed(arguments, main_grads(self.model.parameters()), backward=True)
             trees = None if self.trees is None else GradientTrees(self.model, self.order.micro_batches, self._dp)
-            pending = self._advance(Flight(self.model, calls, self._kind(calls[0], True), trees))
+            batch = Flight(self.model, calls, self._kind(calls[0], True), trees)
+            pending = self._advance(batch)
+            batch.version.keep()  # the version before is free by now: no third one is alive
             self.model.stages.end_step(self.model, arguments)
         return None if pending is None else pending.add_to_grad()
 
@@ -133,9 +135,7 @@ class DelayedPipeline(Pipeline):
         except BaseException:
             self._forget()
             raise
-        if batch is not None:
-            batch.version.keep()
-            self._batches += 1
+        self._batches += batch is not None
         self._flight, self._pending, self._halves = batch, None, {}
         return pending
 

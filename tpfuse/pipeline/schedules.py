@@ -6,7 +6,7 @@ from typing import NamedTuple
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import check_numbers, integer, number, one_of, optional, quoted
 from . import chimera, torch_lists
-from .action import BACKWARD, FORWARD, Action
+from .action import BACKWARD, FORWARD, INPUT, Action
 
 
 class Order(NamedTuple):
@@ -31,8 +31,24 @@ class Order(NamedTuple):
         """The number of stages that a rank holds of each chain."""
         return self.stages // len(self.actions)
 
+    @property
+    def versions(self) -> int:
+        """The most steps whose weights a rank keeps at a time."""
+        return EVERY[self.schedule].versions(len(self.actions))
+
+    @property
+    def copies(self) -> int:
+        """The most copies of its stages' weights that a rank keeps."""
+        return len(self.ranks) * self.versions
+
 
 Actions = Sequence[Sequence[Action]]
+
+
+def begun(actions: Sequence[Action]) -> list[Action]:
+    """Returns the backward passes of a rank whose forward passes have run in the step before."""
+    here = set(actions)
+    return [a for a in actions if a.kind in (BACKWARD, INPUT) and a._replace(kind=FORWARD) not in here]
 
 
 class OrderRequest(NamedTuple):
@@ -49,8 +65,8 @@ class Schedule(NamedTuple):
 
     ``chunks``: the allowed numbers of stages a rank, the first is the default.  ``v``: stages go from rank 0 to the
     last rank and back.  ``split``: a backward pass is two actions, the second makes weight gradients.  ``chains``:
-    copies of the model, each trained on its share of the micro-batches.  ``versions(r)``: the steps whose weights a
-    rank keeps at a time, of r ranks from it to the last.
+    copies of the model, each trained on its share of the micro-batches.  ``versions(p)``: the most steps whose
+    weights one of p ranks keeps at a time.
     """
 
     make: Callable[[OrderRequest], Actions]
@@ -59,10 +75,6 @@ class Schedule(NamedTuple):
     split: bool = False
     chains: int = 1
     versions: Callable[[int], int] = lambda ranks: 1
-
-    def copies(self, ranks: int) -> int:
-        """Returns the most copies of its stages' weights that one of ``ranks`` ranks keeps."""
-        return self.chains * self.versions(ranks)
 
 
 _NUMBERS = dict(ranks=integer(), micro_batches=integer(), chunks=optional(integer()), backward=number(1e-9, 1e9))

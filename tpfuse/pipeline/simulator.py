@@ -7,7 +7,7 @@ from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import check_number, number
 from .action import BACKWARD, FORWARD, INPUT, WEIGHT, Action
 from .clock import clock
-from .schedules import WITHOUT_FLUSH, Order
+from .schedules import WITHOUT_FLUSH, Order, begun
 
 Seconds = float | Sequence[float]  # of every stage, or of each
 _TIME = number(0, 1e9)
@@ -90,8 +90,7 @@ def _times(order: Order, seconds_of: Mapping[str, Seconds]) -> dict[str, list[fl
 
 def _peak(events: Sequence[Event], frees: str) -> int:
     """Returns the largest number of passes whose activations are held at a time; a step may begin with some."""
-    forward, backward = ({e.action for e in events if e.action.kind in kinds} for kinds in (FORWARD, (frees, BACKWARD)))
-    held = most = sum(a._replace(kind=FORWARD) not in forward for a in backward)
+    held = most = len(begun([e.action for e in events]))
     for event in events:
         # A pass that splits nothing of its own (the last stage of some schedules runs B whole) frees at its B.
         if event.action.kind == FORWARD:

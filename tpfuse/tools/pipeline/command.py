@@ -47,7 +47,7 @@ class ComparedSchedules(NamedTuple):
             (
                 name,
                 t.order.chunks,
-                EVERY[name].copies(len(t.events)),
+                t.order.copies,
                 f"{t.seconds:.4g}",
                 f"{100 * t.bubble:.1f}",
                 f"{max(t.in_flight) / t.order.chunks:.3g}",
@@ -86,7 +86,7 @@ def _timeline(name: str, args: Namespace) -> Timeline:
 def _values(name: str, t: Timeline) -> dict[str, Any]:
     return dict(
         stages_a_rank=t.order.chunks,
-        copies=EVERY[name].copies(len(t.events)),
+        copies=t.order.copies,
         seconds=t.seconds,
         bubble=t.bubble,
         in_flight=[n / t.order.chunks for n in t.in_flight],
