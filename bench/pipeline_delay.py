@@ -1,4 +1,4 @@
-"""What a delay of one step costs a small model: held-out loss with AdamW and with Muon, gradients on time or late.
+"""Held-out loss of a small model whose gradients are on time or one step late, with AdamW and with Muon.
 
     python -m bench.pipeline_delay                        about ten minutes on a core
     python -m bench.pipeline_delay --steps 1100 --seeds 3

@@ -34,7 +34,7 @@ from .trees import HEAD, GradientTrees
 from .versions import Version
 
 
-class Flight:
+class BatchInFlight:
     """A batch in flight: its calls, one a micro-batch, the model that they run on, and what has been made of them."""
 
     def __init__(self, model: nn.Module, calls: list[Any], kind: CallKind, trees: GradientTrees | None):
@@ -58,11 +58,11 @@ class DelayedPipeline(Pipeline):
 
     def __init__(self, model: Any, group: dist.ProcessGroup, order_: Order, *, bitwise: bool):
         super().__init__(model, group, order_, bitwise=bitwise)
-        self._flight: Flight | None = None
+        self._flight: BatchInFlight | None = None
         self._pending: Pending | None = None
-        self._halves: dict[int, Flight] = {}  # of the runtime's numbers of micro-batches
+        self._halves: dict[int, BatchInFlight] = {}  # of the runtime's numbers of micro-batches
         self._batches = 0
-        self._running: Flight | None = None
+        self._running: BatchInFlight | None = None
         register(model, self)
 
     def step(self, input_ids: Tensor | None = None, **arguments: Any) -> Tensor | None:  # type: ignore[override]
@@ -79,7 +79,7 @@ class DelayedPipeline(Pipeline):
             arguments = dict(arguments, input_ids=input_ids)
             calls = self._agreed(arguments, main_grads(self.model.parameters()), backward=True)
             trees = None if self.trees is None else GradientTrees(self.model, self.order.micro_batches, self._dp)
-            batch = Flight(self.model, calls, self._kind(calls[0], True), trees)
+            batch = BatchInFlight(self.model, calls, self._kind(calls[0], True), trees)
             pending = self._advance(batch)
             batch.version.keep()  # the version before is free by now: no third one is alive
             self.model.stages.end_step(self.model, arguments)
@@ -117,29 +117,27 @@ class DelayedPipeline(Pipeline):
 
     # ---- batches ----
 
-    def _advance(self, batch: Flight | None) -> Pending | None:
+    def _advance(self, batch: BatchInFlight | None) -> Pending | None:
         """Runs what there is of the batch in flight and of ``batch``, which is then in flight; returns what waits of
         the batch before."""
-        before, pending = self._flight, self._pending
-        calls, calls_before = (None if flight is None else flight.calls for flight in (batch, before))
-        number, count = self._batches, self.order.micro_batches
-        flights = {(number + i) % 2: flight for i, flight in enumerate((batch, before)) if flight is not None}
-        first = next(iter(flights.values()))
+        previous, pending, number = self._flight, self._pending, self._batches
+        flights = {(number + i) % 2: flight for i, flight in enumerate((batch, previous)) if flight is not None}
+        calls, previous_calls = (None if flight is None else flight.calls for flight in (batch, previous))
         try:
             self._halves = flights
-            runtime: Any = self._runtime(first.calls[0], True)
-            for m, loss in runtime.run_batches(calls_before, calls, number).items():
-                flights[(number + (m < 0)) % 2].losses[m % count] = loss
-            if before is not None:
-                pending = self._completed(before)
+            runtime: Any = self._runtime(next(iter(flights.values())).calls[0], True)
+            for m, loss in runtime.run_batches(previous_calls, calls, number).items():
+                flights[(number + (m < 0)) % 2].losses[m % self.order.micro_batches] = loss
+            if previous is not None:
+                pending = self._completed(previous)
         except BaseException:
             self._forget()
             raise
         self._batches += batch is not None
-        self._flight, self._pending, self._halves = batch, None, {}
+        self._flight, self._pending, self._halves, self._running = batch, None, {}, None
         return pending
 
-    def _completed(self, batch: Flight) -> Pending:
+    def _completed(self, batch: BatchInFlight) -> Pending:
         """Returns the loss and the gradients of a batch, summed over the ranks that share them; ``.grad`` is as
         before."""
         leaves = batch.version.leaves
@@ -197,8 +195,8 @@ class DelayedPipeline(Pipeline):
         in_flight = kind if self._flight is None else self._flight.kind
         check(
             kind == in_flight,
-            f"pipeline {self.order.schedule}: a micro-batch must be as those in flight, {_words(in_flight)}, got"
-            f" {_words(kind)}; call drain() between them",
+            f"pipeline {self.order.schedule}: a micro-batch must be as those in flight, {_described(in_flight)}, got"
+            f" {_described(kind)}; call drain() between them",
         )
 
 
@@ -213,5 +211,5 @@ def check_delayed(model: Any, name: str) -> None:
     check(not biased, f"{name} of a router with a bias is not built: balance_experts changes it in place")
 
 
-def _words(kind: CallKind) -> str:
+def _described(kind: CallKind) -> str:
     return f"{kind.batch} x {kind.seq} tokens in {kind.dtype}"

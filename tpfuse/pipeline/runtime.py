@@ -269,17 +269,19 @@ class ContinuedRuntime(Runtime):
         super().__init__(stages, order, backward=True, batches=2)
         self._passes: dict[tuple[bool, bool, int], dict[int, list[Any]]] = {}
 
-    def run_batches(self, before: Sequence[Any] | None, batch: Sequence[Any] | None, number: int) -> dict[int, Tensor]:
-        """Runs what a step has of the batch ``before`` and of ``batch``, which is number ``number``.
+    def run_batches(
+        self, previous: Sequence[Any] | None, batch: Sequence[Any] | None, number: int
+    ) -> dict[int, Tensor]:
+        """Runs what a step has of the ``previous`` batch and of ``batch``, which is number ``number``.
 
-        Both are calls of the model, one a micro-batch; without ``before`` nothing is in flight, without ``batch``
+        Both are calls of the model, one a micro-batch; without ``previous`` nothing is in flight, without ``batch``
         nothing is afterwards.
 
         Returns losses made on this rank, by micro-batch; those of the batch before are below 0.
         """
-        m, (calls, other) = self.order.micro_batches, (batch or before, before or batch)
+        m, (calls, other) = self.order.micro_batches, (batch or previous, previous or batch)
         assert calls is not None and other is not None
-        key = before is not None, batch is not None, number % 2
+        key = previous is not None, batch is not None, number % 2
         if key not in self._passes:
             self._passes[key] = self._numbered(*key)
         self._set_lists(self._passes[key])
@@ -287,9 +289,9 @@ class ContinuedRuntime(Runtime):
         losses = self.run([*halves[0], *halves[1]], lambda place: None, None)
         return {(n - number * m + m) % (2 * m) - m: loss for n, loss in losses.items()}
 
-    def _numbered(self, before: bool, batch: bool, parity: int) -> dict[int, list[Any]]:
+    def _numbered(self, previous: bool, batch: bool, parity: int) -> dict[int, list[Any]]:
         m = self.order.micro_batches
-        passes = [[a for a in actions if (batch if a.micro_batch >= 0 else before)] for actions in self.order.actions]
+        passes = [[a for a in actions if (batch if a.micro_batch >= 0 else previous)] for actions in self.order.actions]
         number = lambda n: (n + parity * m) % (2 * m)
         lists = _with_messages(self.order, passes)
         return {r: [a._replace(microbatch_index=number(a.microbatch_index)) for a in row] for r, row in lists.items()}
@@ -344,15 +346,11 @@ def _with_messages(order: Order, passes: Sequence[Sequence[Action]]) -> dict[int
 
 def _earlier(order: Order, passes: Sequence[Sequence[Action]]) -> set[Action]:
     """Returns the passes of micro-batches below 0 that have run in the step before, as they are not in this one."""
-    here = {a for actions in passes for a in actions}
-    before = {
-        a._replace(stage=i, kind=kind)
-        for a in here
-        if a.micro_batch < 0
-        for i in range(order.stages)
-        for kind in (FORWARD, BACKWARD)
-    }
-    return before - here
+    present = {a for actions in passes for a in actions}
+    stages, kinds = range(order.stages), (FORWARD, BACKWARD)
+    return {
+        a._replace(stage=i, kind=kind) for a in present if a.micro_batch < 0 for i in stages for kind in kinds
+    } - present
 
 
 def _ready(order: Order, action: Action, finished: set[Action]) -> bool:

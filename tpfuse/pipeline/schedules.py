@@ -47,8 +47,8 @@ Actions = Sequence[Sequence[Action]]
 
 def begun(actions: Sequence[Action]) -> list[Action]:
     """Returns the backward passes of a rank whose forward passes have run in the step before."""
-    here = set(actions)
-    return [a for a in actions if a.kind in (BACKWARD, INPUT) and a._replace(kind=FORWARD) not in here]
+    present = set(actions)
+    return [a for a in actions if a.kind in (BACKWARD, INPUT) and a._replace(kind=FORWARD) not in present]
 
 
 class OrderRequest(NamedTuple):
