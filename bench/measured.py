@@ -268,7 +268,7 @@ def sleeping(result: dict) -> str:
 
 def sleeping_in_short(result: dict) -> str:
     """The row of the README."""
-    label, cell = "bubble of 1F1B / ZBV; largest difference of seven schedules from the simulator", NOT_YET
+    label, cell = "bubble of 1F1B / ZBV; largest difference of a schedule from the simulator", NOT_YET
     if result.get("sleeping"):
         rows = {row["schedule"]: row for row in result["sleeping"]["rows"]}
         worst = max(abs(row["difference"]) for row in rows.values())

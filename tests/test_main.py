@@ -87,6 +87,7 @@ def test_pipeline(capsys, tmp_path):
     argv = "pipeline", "--stages", "4", "--micro-batches", "8"
     rows = {line.split()[0]: line.split() for line in said(capsys, *argv).splitlines() if line}
     assert rows["1f1b"][4] == "27.3" and rows["zbv"][4] == "5.9" and rows["chimera"][2] == "2"
+    assert rows["2bw"][2:] == ["2", "24", "0.0", "7"] and rows["pipedream"][2:] == ["4", "24", "0.0", "4"]
     assert (tmp_path / "gantt.png").read_bytes()[:4] == b"\x89PNG"
     values = json.loads(said(capsys, "pipeline", "--stages", "3", "--schedule", "gpipe,zbv", "--json"))
     assert values["gpipe"]["in_flight"] == [8, 8, 8] and values["zbv"]["actions"][0][0]["action"] == "0F0"

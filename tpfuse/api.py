@@ -17,6 +17,7 @@ from .tools.parity import check_parity
 from .tools.watch import watch
 from .training.checkpoint import check_replicas, load_checkpoint, save_checkpoint, watch_replicas
 from .training.data_parallel import data_parallel
+from .training.delayed_gradients import DelayedGradients
 from .training.dtensor import as_dtensor
 from .training.expert_load import balance_experts
 from .training.foreign.guard import guard_torch
@@ -27,6 +28,7 @@ from .training.optim import clip_grad_norm_, param_groups
 
 __all__ = [
     "AcceleratorMixin",
+    "DelayedGradients",
     "MainGrad",
     "OkTopk",
     "TensorParallel",

@@ -6,9 +6,10 @@ by a pipeline of one rank; ``communication``, half of a message's way to a neigh
 the fastest: what else runs on the machine makes a rank wake up late, never early.
 """
 
+import itertools
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -16,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpfuse.pipeline import SCHEDULES, Chunk, Order, WeightGradients, order, simulate
-from tpfuse.pipeline.runtime import ChunkStage, Runtime, Shapes
+from tpfuse.pipeline import Chunk, Order, WeightGradients, order, simulate
+from tpfuse.pipeline.runtime import ChunkStage, ContinuedRuntime, Runtime, Shapes
+from tpfuse.pipeline.schedules import EVERY, TRAINED, WITHOUT_FLUSH
 
 ROWS = torch.empty(64, 64, device="meta").requires_grad_()  # what is sent
 
@@ -49,9 +51,12 @@ class _Sleep(torch.autograd.Function):
         return dy.clone(), None, None
 
 
-def runtime(order: Order, group: dist.ProcessGroup, seconds: Sequence[Passes]) -> Runtime:
-    """Returns this rank's runtime, whose passes sleep ``seconds`` of their stage."""
-    store = WeightGradients() if SCHEDULES[order.schedule].split else None
+def steps(order: Order, group: dist.ProcessGroup, seconds: Sequence[Passes]) -> Callable[[], Any]:
+    """Returns a function that runs a step of this rank, whose passes sleep ``seconds`` of their stage.
+
+    Without a flush it goes on with what the step before has left in flight.
+    """
+    store = WeightGradients() if EVERY[order.schedule].split else None
 
     def run(chunk: Chunk, x: Tensor | None, call: Any) -> Tensor:
         x = torch.zeros(ROWS.shape).requires_grad_() if x is None else x
@@ -67,7 +72,17 @@ def runtime(order: Order, group: dist.ProcessGroup, seconds: Sequence[Passes]) -
     shapes = Shapes(ROWS, torch.zeros(1, 1, dtype=torch.int64, device="meta"))
     device, build = torch.device("cpu"), None if store is None else store.take
     stages = [ChunkStage(c, run, shapes, device=device, group=group, build=build) for c in chunks]
-    return Runtime(stages, order, backward=True)
+    calls = [SimpleNamespace(inputs=SimpleNamespace(tokens=torch.zeros(1, 1, dtype=torch.int64)))] * order.micro_batches
+    if order.schedule in WITHOUT_FLUSH:
+        continued, numbers = ContinuedRuntime(stages, order), itertools.count()
+
+        def step_in_flight() -> None:
+            number = next(numbers)
+            continued.run_batches(calls if number else None, calls, number)
+
+        return step_in_flight
+    runtime = Runtime(stages, order, backward=True)
+    return lambda: runtime.run(calls, lambda place: None, None)
 
 
 def alike(order: Order, seconds: float) -> list[Passes]:
@@ -75,12 +90,11 @@ def alike(order: Order, seconds: float) -> list[Passes]:
     return [Passes(*[seconds / order.chunks] * 3)] * order.stages
 
 
-def step(pipeline: Runtime, micro_batches: int) -> float:
+def step(run: Callable[[], Any]) -> float:
     """Returns the seconds of a step from a common start; the slowest rank counts."""
-    calls = [SimpleNamespace(inputs=SimpleNamespace(tokens=torch.zeros(1, 1, dtype=torch.int64)))] * micro_batches
     dist.barrier()
     begin = time.perf_counter()
-    pipeline.run(calls, lambda place: None, None)
+    run()
     return slowest(time.perf_counter() - begin)
 
 
@@ -93,8 +107,8 @@ def slowest(seconds: float) -> float:
 def overhead(micro_batches: int, seconds: float, rounds: int) -> float:
     """Returns what an action takes beside its sleep: the median over steps of pipelines of one rank each."""
     groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
-    alone = runtime(order("1f1b", 1, micro_batches), groups[dist.get_rank()], [Passes(*[seconds] * 3)])
-    times = [step(alone, micro_batches) for _ in range(rounds + 1)][1:]
+    alone = steps(order("1f1b", 1, micro_batches), groups[dist.get_rank()], [Passes(*[seconds] * 3)])
+    times = [step(alone) for _ in range(rounds + 1)][1:]
     return max(0.0, (statistics.median(times) - 3 * seconds * micro_batches) / (2 * micro_batches))
 
 
@@ -118,14 +132,14 @@ def measure(micro_batches: int, seconds: float, rounds: int, say: Any) -> dict[s
     size, rows = dist.get_world_size(), []
     say("sleeping stages: what an action and a message take")
     constants = dict(overhead=overhead(micro_batches, seconds, rounds), communication=communication(rounds))
-    orders = {name: order(name, size, micro_batches) for name in SCHEDULES}
-    runtimes = {name: runtime(plan, dist.group.WORLD, alike(plan, seconds)) for name, plan in orders.items()}
-    times: dict[str, list[float]] = {name: [] for name in SCHEDULES}
+    orders = {name: order(name, size, micro_batches) for name in TRAINED}
+    runs = {name: steps(plan, dist.group.WORLD, alike(plan, seconds)) for name, plan in orders.items()}
+    times: dict[str, list[float]] = {name: [] for name in orders}
     for i in range(rounds + 1):
-        for name, pipeline in runtimes.items():
+        for name, run in runs.items():
             say(f"sleeping stages: round {i} of {rounds}, {name}")
-            taken = step(pipeline, micro_batches)
-            times[name] += [taken] if i else []  # the first makes connections
+            taken = step(run)
+            times[name] += [taken] if i else []  # the first makes connections, and fills a pipeline without a flush
     for name, plan in orders.items():
         timeline = simulate(plan, *[seconds / plan.chunks] * 3, **constants)
         taken, asleep = min(times[name]), 3 * seconds * micro_batches

@@ -48,6 +48,6 @@ def test_a_tiny_run(tmp_path, capsys):
     losses = [row["loss"] for row in result["rows"]]
     assert losses == pytest.approx(losses[:1] * 13, rel=1e-5)  # the same weights, in fp32
     assert all(row["saved_bytes"] > 0 for row in result["rows"])
-    assert len(result["sleeping"]["rows"]) == 7 and result["sleeping"]["overhead"] >= 0
+    assert len(result["sleeping"]["rows"]) == 8 and result["sleeping"]["overhead"] >= 0
     assert all(row["simulated"] > 0 for row in result["sleeping"]["rows"])
     assert measured.sleeping(result) in capsys.readouterr().out

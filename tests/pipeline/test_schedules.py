@@ -7,6 +7,7 @@ import pytest
 from torch.distributed.pipelining import schedules
 
 from tpfuse.pipeline import SCHEDULES, Action, order, simulate, torch_lists
+from tpfuse.pipeline.schedules import WITHOUT_FLUSH
 
 NUMBERS = (1, 1), (1, 4), (2, 2), (2, 4), (3, 6), (4, 4), (4, 8), (4, 16), (8, 16), (6, 12)
 
@@ -38,6 +39,19 @@ def test_every_pass_is_made_once_and_on_its_rank(name):
                 assert SCHEDULES[name].split or kinds == {"F", "B"}
         assert simulate(made, 1, 1, 1).seconds > 0  # no rank waits for ever
     assert tried >= 3
+
+
+@pytest.mark.parametrize("name", WITHOUT_FLUSH)
+@pytest.mark.parametrize("ranks, micro_batches", [(1, 1), (2, 2), (4, 6), (4, 9)])
+def test_steps_without_a_flush_follow_each_other(name, ranks, micro_batches):
+    """Of three steps in a row, the middle batch's passes are made once, the last of them in the step after its own."""
+    made, count = order(name, ranks, micro_batches), Counter()
+    for step in range(3):
+        for r, actions in enumerate(made.actions):
+            assert all(a.stage == r and -micro_batches <= a.micro_batch < micro_batches for a in actions)
+            count += Counter(a._replace(micro_batch=a.micro_batch + step * micro_batches) for a in actions)
+    for m in range(micro_batches, 2 * micro_batches):
+        assert {count[Action(stage, kind, m)] for stage in range(ranks) for kind in "FB"} == {1}
 
 
 @pytest.mark.parametrize("name", ["interleaved", "zero-bubble"])
@@ -78,6 +92,7 @@ def test_an_action_is_written_as_torch_writes_it():
         (("gpipe", 4, 2.5), "micro_batches"),
         (("interleaved", 4, 9), "2 rounds, which must divide their number, got micro_batches=9"),
         (("dualpipev", 4, 7), "as many micro-batches as stages, 8, got micro_batches=7"),
+        (("2bw", 4, 5), r"needs at least 2 \(ranks - 1\) = 6 micro-batches, .*got micro_batches=5"),
         (("chimera", 3, 4), "even numbers, got ranks=3"),
         (("chimera", 4, 3), "even numbers, got ranks=4 and micro_batches=3"),
     ],

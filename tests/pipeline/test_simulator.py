@@ -68,6 +68,22 @@ def test_what_is_in_flight():
 times = st.floats(0.01, 10)
 
 
+@given(ranks=st.integers(1, 6), more=st.integers(0, 8), seconds=st.tuples(times, times, times), share=st.floats(0, 1))
+def test_without_a_flush_nobody_waits(ranks, more, seconds, share):
+    """Nor for a message that takes no longer than a pass; under PipeDream a step is longer by those on its way."""
+    (F, I, W), m = seconds, max(1, 2 * (ranks - 1)) + more  # noqa: E741
+    communication = share * min(F, I + W)
+    t = simulate(order("2bw", ranks, m), F, I, W, communication=communication)
+    assert t.seconds == pytest.approx(m * (F + I + W)) and abs(t.bubble) < 1e-9
+    assert t.in_flight == tuple(2 * (ranks - r) - 1 for r in range(ranks))
+    at_once = simulate(order("pipedream", ranks, m), F, I, W)
+    assert abs(at_once.bubble) < 1e-9 and at_once.in_flight == tuple(range(ranks, 0, -1))
+
+
+def test_a_step_of_pipedream_waits_for_messages():
+    assert simulate(order("pipedream", 4, 64), 1, 1, 1, communication=0.5).bubble > 0.1
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     name=st.sampled_from(sorted(SCHEDULES)),

@@ -35,7 +35,8 @@ class OrderArrays(NamedTuple):
         stage, kind, m, chain = np.array(rows, dtype=np.int32).reshape(-1, 4).T
         begins = np.cumsum([0, *map(len, order.actions)])
         # One stage beyond each end, whose passes are not there.
-        place = np.full((len(order.ranks), order.stages + 2, len(KINDS), m.max(initial=0) + 1), -1, dtype=np.int32)
+        depth = m.max(initial=0) + 1 - m.min(initial=0)  # micro-batches below 0 are counted from the end
+        place = np.full((len(order.ranks), order.stages + 2, len(KINDS), depth), -1, dtype=np.int32)
         place[chain, stage + 1, kind, m] = np.arange(len(rows))
         index = lambda offset, code: place[chain, stage + 1 + offset, code, m]
         undivided, forward = index(1, _B), kind == _F
@@ -43,11 +44,12 @@ class OrderArrays(NamedTuple):
             forward, index(-1, _F), np.where(kind == _W, -1, np.where(undivided >= 0, undivided, index(1, _I)))
         )
         same = np.where(forward, -1, np.where(kind == _W, index(0, _I), index(0, _F)))
-        # An input that no action makes is waited for for ever: its index is one beyond the actions.
+        # An input that no action makes is waited for for ever: its index is one beyond the actions.  That of a
+        # micro-batch below 0 was made in the step before.
         final = order.stages - 1
-        lacks = np.where(forward, stage > 0, (kind != _W) & (stage < final)) & (adjacent < 0)
+        lacks = np.where(forward, stage > 0, (kind != _W) & (stage < final)) & (adjacent < 0) & (m >= 0)
         adjacent = np.where(lacks, len(rows), adjacent)
-        same = np.where(~forward & (same < 0), len(rows), same)
+        same = np.where(~forward & (same < 0) & (m >= 0), len(rows), same)
         rank = np.repeat(np.arange(len(order.actions)), np.diff(begins))
         far = (adjacent >= 0) & (adjacent < len(rows)) & (np.append(rank, 0)[adjacent] != rank)
         return cls(begins, stage, kind, same, adjacent, far)

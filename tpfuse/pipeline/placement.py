@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import check_numbers, integer, one_of, optional, quoted
-from .schedules import SCHEDULES, placement
+from .schedules import EVERY, TRAINED, placement
 
 
 class Chunk(NamedTuple):
@@ -54,13 +54,11 @@ def stage_of(name: str, value: "Stage | tuple[int | str, ...]") -> Stage:
         f" {quoted(value)}",
     )
     stage = Stage(*value)
-    error = one_of(SCHEDULES)(stage.schedule)
-    check(
-        error is None, f"{name}: stage's schedule must be one of {', '.join(SCHEDULES)}, got {quoted(stage.schedule)}"
-    )
+    error = one_of(TRAINED)(stage.schedule)
+    check(error is None, f"{name}: stage's schedule must be one of {', '.join(TRAINED)}, got {quoted(stage.schedule)}")
     check_numbers(f"{name}: stage", stage._asdict(), _NUMBERS)
     check(stage.rank < stage.ranks, f"{name}: stage's rank must be below its ranks={stage.ranks}, got {stage.rank}")
-    held = SCHEDULES[stage.schedule].chunks
+    held = EVERY[stage.schedule].chunks
     check(
         stage.chunks is None or stage.chunks in held,
         f"{name}: {stage.schedule} has {held[0]} to {held[-1]} stages a rank, got chunks={stage.chunks}",
@@ -101,7 +99,7 @@ def chunks_of(name: str, stage: Stage, costs: "PartCosts") -> tuple[Chunk, ...]:
 
 def held_by(stage: Stage) -> int:
     """Returns the number of stages of a chain that each rank holds."""
-    return SCHEDULES[stage.schedule].chunks[0] if stage.chunks is None else stage.chunks
+    return EVERY[stage.schedule].chunks[0] if stage.chunks is None else stage.chunks
 
 
 class PartCosts(NamedTuple):

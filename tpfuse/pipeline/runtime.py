@@ -28,6 +28,7 @@ _OF = {kind.value: kind for kind in schedules._ComputationType}
 _SENT = {FORWARD: ("SEND_F", "RECV_F", 1), BACKWARD: ("SEND_B", "RECV_B", -1), INPUT: ("SEND_B", "RECV_B", -1)}
 
 Passes = list[tuple[Chunk, str, float]]  # a stage's pass of a kind, and the seconds that it took
+Around = Callable[[str, int], contextlib.AbstractContextManager[None]]
 
 
 class Shapes(NamedTuple):
@@ -56,10 +57,10 @@ class ChunkStage(PipelineStage):
         device: torch.device,
         group: dist.ProcessGroup,
         build: Callable[[], Callable[[], None]] | None,
-        around: Callable[[int], contextlib.AbstractContextManager[None]] = lambda micro_batch: contextlib.nullcontext(),
+        around: "Around" = lambda kind, micro_batch: contextlib.nullcontext(),
     ):
         """``build`` returns a function that makes the weight gradients deferred by the latest backward pass.  Each pass
-        that makes gradients of a micro-batch runs in ``around(its number)``."""
+        runs in ``around(its kind, the micro-batch's number)``."""
         rows, self.around = shapes.rows, around
         self.chunk, self.run, self.rows = chunk, run, rows
         self.passes: Passes | None = None
@@ -139,11 +140,15 @@ class ChunkStage(PipelineStage):
         self._sent_back += schedules._batch_p2p(super().get_bwd_send_ops(bwd_chunk_id))
         return []
 
-    def clear_runtime_states(self) -> None:
-        """Ends a step: waits for what is still being sent, and keeps nothing."""
+    def end_sending(self) -> None:
+        """Waits for what is still being sent."""
         for messages in (*self._sent.values(), self._sent_back):
             schedules._wait_batch_p2p(messages)
         self._sent, self._sent_back = {}, []
+
+    def clear_runtime_states(self) -> None:
+        """Ends a step: waits for what is still being sent, and keeps nothing."""
+        self.end_sending()
         self.fwd_cache.clear()
 
     # ---- passes ----
@@ -157,17 +162,18 @@ class ChunkStage(PipelineStage):
         )
         return output
 
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self._clocked(FORWARD):
-            return super().forward_one_chunk(*args, **kwargs)
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._clocked(FORWARD), self.around(FORWARD, fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         schedules._wait_batch_p2p(self._sent.pop(bwd_chunk_id, []))  # long over: its gradient is here
-        with self._clocked(BACKWARD if kwargs["full_backward"] else INPUT), self.around(bwd_chunk_id):
+        kind = BACKWARD if kwargs["full_backward"] else INPUT
+        with self._clocked(kind), self.around(kind, bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        with self._clocked(WEIGHT), self.around(bwd_chunk_id):
+        with self._clocked(WEIGHT), self.around(WEIGHT, bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     @contextlib.contextmanager
@@ -199,12 +205,13 @@ class Runtime(schedules._PipelineScheduleRuntime):
     """torch's runtime over the actions of an order.
 
     The loss of each micro-batch is kept by its number: of two chains each has its own last stage.  Without ``backward``
-    only forward passes are run.
+    only forward passes are run.  ``batches``: those that may be in flight at a time.
     """
 
-    def __init__(self, stages: list[ChunkStage], order: Order, *, backward: bool):
-        super().__init__(stages, order.micro_batches, loss_fn=lambda output, target: output, scale_grads=False)
-        offset = order.stages + 1
+    def __init__(self, stages: list[ChunkStage], order: Order, *, backward: bool, batches: int = 1):
+        count = batches * order.micro_batches
+        super().__init__(stages, count, loss_fn=lambda output, target: output, scale_grads=False)
+        self.order, offset = order, order.stages + 1
         self.stage_index_to_group_rank = {
             c * offset + i: rank for c, ranks in enumerate(order.ranks) for i, rank in enumerate(ranks)
         }
@@ -213,9 +220,13 @@ class Runtime(schedules._PipelineScheduleRuntime):
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
             stage.has_backward = backward
         passes = [[a for a in actions if backward or a.kind == FORWARD] for actions in order.actions]
-        self.pipeline_order_with_comms = _with_messages(order, passes, offset)
-        self._actions = self.pipeline_order_with_comms[self.rank]
+        self._set_lists(_with_messages(order, passes))
         self.losses: dict[int, Tensor] = {}
+
+    def _set_lists(self, lists: dict[int, list[Any]]) -> None:
+        """Sets what a step runs: each rank's passes and messages."""
+        self.pipeline_order_with_comms = dict(lists)
+        self._actions = lists[self.rank]
 
     def run(self, calls: Sequence[Any], announce: Callable[[int], None], passes: Passes | None) -> dict[int, Tensor]:
         """Runs a step, one call of the model a micro-batch; returns the losses made on this rank, by micro-batch.
@@ -229,9 +240,12 @@ class Runtime(schedules._PipelineScheduleRuntime):
         tokens, kwargs = [(call.inputs.tokens,) for call in calls], [dict(call=_Opaque(call)) for call in calls]
         self._step_microbatches(tokens, kwargs, [None] * len(calls), return_outputs=False)
         for stage in self._stages:
-            stage.clear_runtime_states()
+            self._end(stage)
         losses, self.losses = self.losses, {}
         return {m: loss.detach() for m, loss in losses.items()}
+
+    def _end(self, stage: Any) -> None:
+        stage.clear_runtime_states()
 
     def _maybe_compute_loss(self, stage: Any, output: Any, target_mbs: Any, mb_index: Any, *target_args: Any) -> None:
         if stage.is_last:
@@ -242,6 +256,48 @@ class Runtime(schedules._PipelineScheduleRuntime):
 
     def _update_losses(self, stages: Any, losses: Any) -> None:
         pass
+
+
+class ContinuedRuntime(Runtime):
+    """torch's runtime over steps that end with micro-batches in flight, under a schedule without a flush.
+
+    Micro-batch j of batch t, counted from 0, has the number (t mod 2) m + j there.  A message is received in the step
+    in which it is sent.
+    """
+
+    def __init__(self, stages: list[ChunkStage], order: Order):
+        super().__init__(stages, order, backward=True, batches=2)
+        self._passes: dict[tuple[bool, bool, int], dict[int, list[Any]]] = {}
+
+    def run_batches(
+        self, previous: Sequence[Any] | None, batch: Sequence[Any] | None, number: int
+    ) -> dict[int, Tensor]:
+        """Runs what a step has of the ``previous`` batch and of ``batch``, which is number ``number``.
+
+        Both are calls of the model, one a micro-batch; without ``previous`` nothing is in flight, without ``batch``
+        nothing is afterwards.
+
+        Returns losses made on this rank, by micro-batch; those of the batch before are below 0.
+        """
+        m, (calls, other) = self.order.micro_batches, (batch or previous, previous or batch)
+        assert calls is not None and other is not None
+        key = previous is not None, batch is not None, number % 2
+        if key not in self._passes:
+            self._passes[key] = self._numbered(*key)
+        self._set_lists(self._passes[key])
+        halves = (calls, other) if number % 2 == 0 else (other, calls)
+        losses = self.run([*halves[0], *halves[1]], lambda place: None, None)
+        return {(n - number * m + m) % (2 * m) - m: loss for n, loss in losses.items()}
+
+    def _numbered(self, previous: bool, batch: bool, parity: int) -> dict[int, list[Any]]:
+        m = self.order.micro_batches
+        passes = [[a for a in actions if (batch if a.micro_batch >= 0 else previous)] for actions in self.order.actions]
+        number = lambda n: (n + parity * m) % (2 * m)
+        lists = _with_messages(self.order, passes)
+        return {r: [a._replace(microbatch_index=number(a.microbatch_index)) for a in row] for r, row in lists.items()}
+
+    def _end(self, stage: Any) -> None:
+        stage.end_sending()
 
 
 class _Announced(list[Any]):
@@ -263,11 +319,11 @@ class _Announced(list[Any]):
             announce(place)
 
 
-def _with_messages(order: Order, passes: Sequence[Sequence[Action]], offset: int) -> dict[int, list[Any]]:
+def _with_messages(order: Order, passes: Sequence[Sequence[Action]]) -> dict[int, list[Any]]:
     """Returns each rank's passes with the messages between ranks: a receive is placed when its sender has sent."""
-    todo = [list(reversed(actions)) for actions in passes]
+    todo, offset = [list(reversed(actions)) for actions in passes], order.stages + 1
     lists: dict[int, list[Any]] = {r: [] for r in range(len(todo))}
-    finished: set[Action] = set()
+    finished = _earlier(order, passes)
     while any(todo):
         moved = False
         for r, actions in enumerate(todo):
@@ -286,6 +342,15 @@ def _with_messages(order: Order, passes: Sequence[Sequence[Action]], offset: int
         if not moved:
             raise ValueError(f"pipeline: the order of {order.schedule} ends in a deadlock")
     return lists
+
+
+def _earlier(order: Order, passes: Sequence[Sequence[Action]]) -> set[Action]:
+    """Returns the passes of micro-batches below 0 that have run in the step before, as they are not in this one."""
+    present = {a for actions in passes for a in actions}
+    stages, kinds = range(order.stages), (FORWARD, BACKWARD)
+    return {
+        a._replace(stage=i, kind=kind) for a in present if a.micro_batch < 0 for i in stages for kind in kinds
+    } - present
 
 
 def _ready(order: Order, action: Action, finished: set[Action]) -> bool:

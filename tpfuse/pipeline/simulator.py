@@ -7,7 +7,7 @@ from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import check_number, number
 from .action import BACKWARD, FORWARD, INPUT, WEIGHT, Action
 from .clock import clock
-from .schedules import Order
+from .schedules import WITHOUT_FLUSH, Order, begun
 
 Seconds = float | Sequence[float]  # of every stage, or of each
 _TIME = number(0, 1e9)
@@ -29,7 +29,9 @@ class Timeline(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """From the first action's start to the last one's end."""
+        """From the first action's start to the last one's end; without a flush, of the rank where this is longest."""
+        if self.order.schedule in WITHOUT_FLUSH:
+            return max(events[-1].end - events[0].start for events in self.events)
         return max(events[-1].end for events in self.events)
 
     @property
@@ -87,8 +89,8 @@ def _times(order: Order, seconds_of: Mapping[str, Seconds]) -> dict[str, list[fl
 
 
 def _peak(events: Sequence[Event], frees: str) -> int:
-    """Returns the largest number of passes whose activations are held at a time."""
-    held = most = 0
+    """Returns the largest number of passes whose activations are held at a time; a step may begin with some."""
+    held = most = len(begun([e.action for e in events]))
     for event in events:
         # A pass that splits nothing of its own (the last stage of some schedules runs B whole) frees at its B.
         if event.action.kind == FORWARD:

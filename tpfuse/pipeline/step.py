@@ -4,13 +4,11 @@ one loss on every rank."""
 import contextlib
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 
 from ..collectives import all_gather
 from ..kernels.runtime.deferred import WeightGradients
@@ -18,18 +16,17 @@ from ..kernels.runtime.errors import check
 from ..kernels.runtime.leaves import tree
 from ..kernels.runtime.main_grad import GradientSlot, main_grads
 from ..kernels.runtime.op import autocast
-from ..kernels.runtime.rules import check_number, integer
 from ..layers.module import mark_of, module_state
-from ..ranks.agreement import Agreement, Header, agree_over, described, next_number, raise_everywhere
+from ..ranks.agreement import Agreement, Header, described, next_number, raise_everywhere
 from ..ranks.messages import attempt, together
 from . import failures
-from .action import KINDS
+from .action import FORWARD, KINDS
 from .bubbles import Filler, Filling
 from .copies import copied, sum_copies
-from .placement import Chunk, Stage, held_by
+from .placement import Chunk
 from .runtime import ChunkStage, Passes, Runtime, Shapes
-from .schedules import SCHEDULES, Order, order
-from .sharded import Shards, check_sharded, is_shard, local
+from .schedules import EVERY, Order
+from .sharded import Shards, is_shard, local
 from .simulator import Timeline, simulate
 from .trees import HEAD, GradientTrees, take_head_gradients
 
@@ -45,7 +42,7 @@ class Pipeline:
         self._micro_batch = 0  # of the pass that runs
         if self.trees is not None:
             take_head_gradients(model, self._of_head)
-        self.splits = SCHEDULES[order.schedule].split
+        self.splits = EVERY[order.schedule].split
         self.store, self.shards = WeightGradients(), Shards(model)
         self._runtimes: dict[tuple[Any, ...], Runtime] = {}
         self._filler: Filler | None = None
@@ -70,6 +67,10 @@ class Pipeline:
         """
         with failures.naming_lost_ranks(self.order, self.group, self._dp):
             return self._run(dict(arguments, input_ids=input_ids), backward=True)
+
+    def drain(self) -> Tensor | None:
+        """Completes a batch in flight, as :meth:`DelayedPipeline.drain`: a step with a flush leaves none."""
+        return None
 
     @torch.no_grad()
     def evaluate(self, input_ids: Tensor | None = None, **arguments: Any) -> Tensor:
@@ -118,11 +119,7 @@ class Pipeline:
                 losses = runtime.run(calls, _no_work if filler is None else filler.run_before, passes)
             totals = self._totals(name, self.trees) if sums and self.trees is not None else {}
         except BaseException:  # a half-done step is of no use to another
-            self._runtimes.clear()
-            model.stages.take_added()
-            self.store.take()
-            if self.trees is not None:
-                self.trees.clear()
+            self._forget()
             for p, grad in earlier.items():
                 p.grad = grad
             raise
@@ -131,7 +128,15 @@ class Pipeline:
         if filler is not None:
             filler.end()
         model.stages.end_step(model, arguments)
-        return self._total(losses, calls[0].inputs.tokens.device)
+        return self._total(losses, model.stages.take_added(), calls[0].inputs.tokens.device)
+
+    def _forget(self) -> None:
+        """Drops what a step that failed has left."""
+        self._runtimes.clear()
+        self.model.stages.take_added()
+        self.store.take()
+        if self.trees is not None:
+            self.trees.clear()
 
     def _agreed(self, arguments: Mapping[str, Any], mains: list[GradientSlot], *, backward: bool) -> list[Any]:
         """Compares a step over every axis, checks it, and returns its micro-batches.
@@ -153,6 +158,7 @@ class Pipeline:
             lambda: self._of_replicas(self._dp, {}, mode, whole, marks),
             lambda: stages.agree(model, arguments, mode | {_WHICH: self._number}),
             lambda: self._check(mains, backward=backward),
+            lambda: self._check_batch(made[0]) if made and backward else None,
         )
         errors = [attempt(compare)[1] for compare in comparisons]
         groups = [group for group in model.groups.all() if group.size() > 1]
@@ -176,17 +182,18 @@ class Pipeline:
         compiled = backward and self.splits and any(m._compiled_call_impl is not None for m in self.model.modules())
         check(not compiled, f"{name} splits the backward pass, which a compiled module does not: do not compile")
 
+    def _check_batch(self, calls: list[Any]) -> None:
+        """Raises an error where this rank cannot run a batch after those before."""
+
     def _state(self) -> dict[str, int]:
         """Returns what decides a step beside its arguments, the same on every stage and replica."""
         return self.model._seed_and_step() | {_WHICH: self._number}
 
     def _runtime(self, call: Any, backward: bool) -> Runtime:
         """Returns the runtime for calls of these shapes; messages have the same shape in all of them."""
-        (batch, seq), tokens, model = call.inputs.shape, call.inputs.tokens, self.model
-        (prototype,) = autocast(torch.empty(0, dtype=next(model.parameters()).dtype, device=tokens.device))
-        key = batch, seq, tokens.device, prototype.dtype, backward
+        key, tokens, model = self._kind(call, backward), call.inputs.tokens, self.model
         if key not in self._runtimes:
-            sent = torch.empty(call.rows.per_shard, model.config.hidden_size, dtype=prototype.dtype, device="meta")
+            sent = torch.empty(call.rows.per_shard, model.config.hidden_size, dtype=key.dtype, device="meta")
             meta = Shapes(sent.requires_grad_(), torch.empty_like(tokens, device="meta"))
             build = self._take if self.splits else None
             stages = [
@@ -197,12 +204,20 @@ class Pipeline:
                     device=tokens.device,
                     group=self.group,
                     build=build,
-                    around=self._around,
+                    around=self._around if backward else _alone,
                 )
                 for chunk in model.stages.chunks
             ]
-            self._runtimes[key] = Runtime(stages, self.order, backward=backward)
+            self._runtimes[key] = self._over(stages, backward)
         return self._runtimes[key]
+
+    def _over(self, stages: list[ChunkStage], backward: bool) -> Runtime:
+        return Runtime(stages, self.order, backward=backward)
+
+    def _kind(self, call: Any, backward: bool) -> "CallKind":
+        (batch, seq), device = call.inputs.shape, call.inputs.tokens.device
+        (prototype,) = autocast(torch.empty(0, dtype=next(self.model.parameters()).dtype, device=device))
+        return CallKind(batch, seq, device, dtype=prototype.dtype, backward=backward)
 
     def _take(self) -> Callable[[], None]:
         """Returns a function that makes the weight gradients deferred by the latest backward pass."""
@@ -249,11 +264,11 @@ class Pipeline:
             p.grad = grad if p.grad is None else grad.add_(p.grad)
 
     @contextlib.contextmanager
-    def _around(self, micro_batch: int) -> Iterator[None]:
+    def _around(self, kind: str, micro_batch: int) -> Iterator[None]:
         """Runs a pass, whose gradients are then those of a micro-batch."""
         self._micro_batch = micro_batch
         yield
-        if self.trees is not None:
+        if self.trees is not None and kind != FORWARD:
             self.trees.take(micro_batch)
 
     def _of_head(self, p: nn.Parameter, gradient: Tensor) -> None:
@@ -279,13 +294,14 @@ class Pipeline:
         times = (sums[0] / sums[1].clamp(min=1)).tolist()  # F, B, I, W; a B makes as much as an I and a W
         return [t[0] for t in times], [t[2] or t[1] / 2 for t in times], [t[3] or t[1] / 2 for t in times]
 
-    def _total(self, losses: dict[int, Tensor], device: torch.device) -> Tensor:
-        """Returns the sum of all micro-batches' losses in their order, over the replicas too; with trees, a tree."""
+    def _total(self, losses: dict[int, Tensor], added: Tensor | None, device: torch.device) -> Tensor:
+        """Returns the sum of all micro-batches' losses in their order, and of what stages have ``added``, over the
+        replicas too; with trees, a tree."""
         dtype = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
         by_micro_batch = torch.zeros(self.order.micro_batches, dtype=dtype, device=device)
         for m, loss in losses.items():
             by_micro_batch[m] = loss
-        if (added := self.model.stages.take_added()) is not None:
+        if added is not None:
             by_micro_batch[0] += added
         dist.all_reduce(by_micro_batch, group=self.group)
         if self.trees is None:
@@ -297,91 +313,18 @@ class Pipeline:
         return tree(by_micro_batch.unbind())
 
 
-def schedule(
-    model: Any,
-    mesh: DeviceMesh | dist.ProcessGroup,
-    name: str,
-    micro_batches: int,
-    *,
-    backward: float = 2.0,
-    bitwise: bool = False,
-) -> Pipeline:
-    """Returns a :class:`Pipeline` that trains a staged model over ``mesh`` in ``micro_batches``; every rank calls this.
+class CallKind(NamedTuple):
+    """What messages between stages, and the runtime that sends them, depend on in a micro-batch's call."""
 
-    ``name``: one of ``SCHEDULES``, that of the model's stage or another with the same placement.  ``backward``: as in
-    :func:`order`.
-
-    ``bitwise``: gradients are added as binary trees over the K micro-batches of all replicas, K a power of two, and so
-    are losses; both uses of a tied weight have a tree each.  A model with ``TensorParallel(bitwise=V)`` then has the
-    same bits at every (pp, dp, tp), and under every schedule but "chimera", as from ``data_parallel(model, dp,
-    bitwise_micro_batches=K)`` with the micro-batches' losses over the same ``loss_normalizer``.
-
-    ValueError for a model without stages, one under DistributedDataParallel, stages that are not those
-    of the schedule or of this rank, and numbers that the schedule cannot run.
-    """
-    check(
-        not isinstance(model, DistributedDataParallel),
-        "pipeline: DistributedDataParallel does not see gradients that a split backward pass makes later; give the"
-        " model dp=mesh['dp'], and step sums them over the replicas",
-    )
-    stages = getattr(model, "stages", None)
-    stage: Stage | None = getattr(stages, "place", None)
-    if stage is None:
-        raise ValueError(
-            f"pipeline: {type(model).__name__} has no stages; make it with stage=(mesh['pp'].get_local_rank(),"
-            f" mesh['pp'].size(), {name!r})"
-        )
-    group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
-    _agree(model, group, dict(name=name, micro_batches=micro_batches, backward=backward, bitwise=bitwise))
-    check_sharded(model)
-    check_number("pipeline: micro_batches", micro_batches, integer())
-    rank, ranks = group.rank(), group.size()
-    check(
-        (rank, ranks) == (stage.rank, stage.ranks),
-        f"pipeline: the model was made for rank {stage.rank} of {stage.ranks}, and this is rank {rank} of {ranks}",
-    )
-    actions = order(name, ranks, micro_batches, chunks=_chunks(name, stage), backward=backward)
-    stages = {(c, i) for c, chain in enumerate(actions.ranks) for i, holder in enumerate(chain) if holder == rank}
-    held = {(chunk.chain, chunk.stage) for chunk in model.stages.chunks}
-    check(
-        stages == held and actions.stages == model.stages.chunks[0].stages,
-        f"pipeline: {name} needs other stages on a rank than {stage.schedule}; make the model with stage=({stage.rank},"
-        f" {stage.ranks}, {name!r})",
-    )
-    if bitwise:
-        _check_trees(model, actions)
-    model.groups.pp_name = group.group_name
-    return Pipeline(model, group, actions, bitwise=bitwise)
+    batch: int
+    seq: int
+    device: torch.device
+    dtype: torch.dtype
+    backward: bool
 
 
-def _check_trees(model: Any, order: Order) -> None:
-    name, dp = f"pipeline {order.schedule}: bitwise", model.groups.dp
-    count = order.micro_batches * (1 if dp is None else dp.size())
-    check(
-        SCHEDULES[order.schedule].chains == 1,
-        f"{name} is not built for two copies of a stage, each with a part of the micro-batches; use another schedule",
-    )
-    check(count & (count - 1) == 0, f"{name}: micro_batches times replicas must be a power of two, got {count}")
-    check(
-        not (Shards(model).modules or main_grads(model.parameters())),
-        f"{name} sums over the replicas itself; leave off FSDP2, whose order is that of its rings, and MainGrad, which"
-        " adds micro-batches one after another",
-    )
-    balance = getattr(model, "balance", None)
-    check(balance is None, f"{name} is not built beside balance={balance}, whose parts are added stage by stage")
-
-
-def _agree(model: Any, group: dist.ProcessGroup, arguments: Mapping[str, Any]) -> None:
-    """Compares over every axis what a schedule is made of, and the model, which stages could not before."""
-    stage: Stage = model.stages.place
-    shared = model._shared | dict(stage=f"one of {stage.ranks} of {stage.schedule}")
-    groups = {model.tp.call_axis: model.tp.call_group, "data-parallel": model.groups.dp, "pipeline": group}
-    agree_over([(ranks, Header("pipeline", axis=axis)) for axis, ranks in groups.items()], shared | arguments)
-
-
-def _chunks(name: str, stage: Stage) -> int | None:
-    held = held_by(stage)
-    return held if name in SCHEDULES and held in SCHEDULES[name].chunks else None
+def _alone(kind: str, micro_batch: int) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 def _no_work(place: int) -> None:

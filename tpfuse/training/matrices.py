@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..kernels.runtime.main_grad import refuse
+from ..layers.module import local
 from ..layers.shards import Whole, named_specs
 from ..layers.spec import Spec
 from ..layers.state import as_whole, is_split
@@ -74,6 +75,8 @@ class WholeMatrices:
             compare = agreement_of(group, "WholeMatrices.gather_gradients", each_call=True)
             compare(group, {"parameters without a gradient": absent}, {})
         for p, placement, matrix in self._sources.values():
+            if local(matrix).data_ptr() != p.data_ptr():  # a step under 2bw has given the parameter other memory
+                matrix.data = _matrix(p.detach(), placement)
             grad = None if p.grad is None else _matrix(p.grad, placement)
             matrix.grad = grad.redistribute(placements=[Replicate()]) if isinstance(grad, DTensor) else grad
 

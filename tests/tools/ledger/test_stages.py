@@ -29,6 +29,16 @@ def test_the_ranks_of_a_pipeline_are_one_whole_model(name):
         assert (r.copied[1] == r.state.gradients) == (copies == 2)
 
 
+def test_two_versions_of_the_weights():
+    flushed, ranks = (dry_pipeline(SMALL, PLAN._replace(dp=2), Pipe(2, name, 4)) for name in ("1f1b", "2bw"))
+    for r, once in zip(ranks, flushed, strict=True):
+        assert (r.parameters, r.flops, r.messages) == (once.parameters, once.flops, once.messages)
+        assert r.state == once.state._replace(parameters=2 * once.state.parameters, gradients=2 * once.state.gradients)
+    saved = [next(iter(r.stages.values())).saved for r in ranks]
+    assert [max(r.alive) for r in ranks] == [3 * saved[0], saved[1]]
+    assert [r.alive[-1] for r in ranks] == [2 * saved[0], 0]  # of the two micro-batches in flight between steps
+
+
 def test_a_tied_embedding_is_on_both_ends():
     config = GPTConfig(vocab_size=96, max_positions=64, hidden_size=32, num_layers=4, num_heads=4)
     first, last = dry_pipeline(config, PLAN, Pipe(2, "1f1b", 4))

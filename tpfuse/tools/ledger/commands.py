@@ -11,7 +11,7 @@ from ...layers.block import SAVING
 from ...models.config.model import ModelConfig
 from ...models.stack import FULL, RECOMPUTE, saving_of
 from ...parallel import CP_KINDS
-from ...pipeline.schedules import SCHEDULES
+from ...pipeline.schedules import TRAINED
 from ..command import (
     CommandParser,
     Options,
@@ -39,7 +39,7 @@ def _add_sizes(p: Options) -> None:
     p.add_argument("--dp", type=positive, default=1, metavar="N", help="number of replicas (data-parallel size)")
     p.add_argument("--pp", type=positive, default=1, metavar="N", help="ranks that the layers are spread over")
     p.add_argument(
-        "--schedule", choices=SCHEDULES, default="1f1b", help="schedule of the pipeline, where --pp is above 1"
+        "--schedule", choices=TRAINED, default="1f1b", help="schedule of the pipeline, where --pp is above 1"
     )
     p.add_argument(
         "--micro-batches", type=positive, default=8, metavar="N", help="micro-batches in a step of the pipeline"

@@ -18,7 +18,7 @@ from ...models.config.model import ModelConfig
 from ...models.model import Model
 from ...pipeline.action import BACKWARD, FORWARD, INPUT, WEIGHT, Action
 from ...pipeline.placement import Chunk, Stage
-from ...pipeline.schedules import SCHEDULES, Order, order
+from ...pipeline.schedules import EVERY, Order, begun, order
 from ...sequence_parallel.assumed import assumed_imbalance
 from .dryrun import Plan, axis_of, fake_world, ranks_of
 from .layer import build, token_ids
@@ -79,8 +79,9 @@ class RankMessage(NamedTuple):
 
 
 class RankRun(NamedTuple):
-    """A dry run's results, of one rank of a pipeline.
+    """A dry run's results, of one rank of a pipeline; without a flush of a step amid others.
 
+    ``state``: with the weights and gradients of every version that the schedule keeps.
     ``copied``: the bytes of gradients that the opposite rank has a copy of; ``gradients``: of how many parameters.
     """
 
@@ -117,7 +118,7 @@ class RankRun(NamedTuple):
     def alive(self) -> list[int]:
         """The bytes kept for backward at the end of each action: of every micro-batch in flight what its stage saves,
         or where its weight gradients wait, what these hold."""
-        alive, ends = 0, []
+        alive, ends = sum(self.stages[a.chain, a.stage].saved for a in begun(self.actions)), []
         for a in self.actions:
             work = self.stages[a.chain, a.stage]
             change = {FORWARD: work.saved, BACKWARD: -work.saved, INPUT: work.held - work.saved, WEIGHT: -work.held}
@@ -129,7 +130,8 @@ class RankRun(NamedTuple):
     def peak(self) -> int:
         """The bytes of parameters, gradients, optimizer, and activations or, at the end of the step, the gradients of a
         copy on another rank."""
-        return self.state.total + max(*self.alive, self.copied[1])
+        held = sum(self.stages[a.chain, a.stage].saved for a in begun(self.actions))  # at the end, as at the beginning
+        return self.state.total + max(*self.alive, held + self.copied[1])
 
     @property
     def messages(self) -> list[RankMessage]:
@@ -140,7 +142,9 @@ class RankRun(NamedTuple):
             messages.append(RankMessage("pp", "send (gradients of copies)", *self.copied))
         messages.append(RankMessage("pp", "all_reduce (losses)", 1, self.loss_bytes))
         if self.plan.dp > 1:
-            messages.append(RankMessage("dp", "all_reduce (gradients)", self.gradients, self.state.gradients))
+            messages.append(
+                RankMessage("dp", "all_reduce (gradients)", self.gradients, self.state.gradients // self.order.versions)
+            )
             messages.append(RankMessage("dp", "all_reduce (losses, labels)", 2, self.loss_bytes + 8))
         sent = [(axis, f"{op} ({kind})", row) for (kind, op, _, axis), row in self.step.items() if row.wire]
         return messages + [RankMessage(axis, op, row.calls, row.wire) for axis, op, row in sent]
@@ -165,7 +169,7 @@ def run(config: ModelConfig, plan: Plan, pipe: Pipe) -> list[RankRun]:
 
 
 def _rank(config: ModelConfig, plan: Plan, pipe: Pipe, rank: int) -> RankRun:
-    schedule = SCHEDULES.get(pipe.schedule)
+    schedule = EVERY.get(pipe.schedule)
     actions = order(pipe.schedule, pipe.ranks, pipe.micro_batches, chunks=pipe.chunks)
     with fake_world(plan.tp, plan.dp, pipe.ranks, rank, cp=plan.cp) as mesh:
         tp = ranks_of(plan, mesh)
@@ -177,13 +181,14 @@ def _rank(config: ModelConfig, plan: Plan, pipe: Pipe, rank: int) -> RankRun:
         copied = [
             p.numel() * p.element_size() for name, p in model.named_parameters() if model.stages.copies_of(name) == 2
         ]
+        versions, state = actions.versions, state_bytes(model, optimizer=plan.optimizer)
         return RankRun(
             rank,
             plan._replace(cp_kind=model.tp.cp_kind),
             actions,
             stages,
             parameters=sum(p.numel() for p in model.parameters()),
-            state=state_bytes(model, optimizer=plan.optimizer),
+            state=state._replace(parameters=versions * state.parameters, gradients=versions * state.gradients),
             gradients=len(list(model.parameters())),
             copied=(len(copied), sum(copied)),
             loss_bytes=pipe.micro_batches * max(4, plan.dtype.itemsize),

@@ -4,7 +4,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ...pipeline.schedules import SCHEDULES, order
+from ...pipeline.schedules import EVERY, order
 from ...pipeline.simulator import Timeline, simulate
 from ..command import CommandParser, add_output, positive, present, seconds
 from ..ledger.text import table
@@ -47,7 +47,7 @@ class ComparedSchedules(NamedTuple):
             (
                 name,
                 t.order.chunks,
-                SCHEDULES[name].chains,
+                t.order.copies,
                 f"{t.seconds:.4g}",
                 f"{100 * t.bubble:.1f}",
                 f"{max(t.in_flight) / t.order.chunks:.3g}",
@@ -65,7 +65,7 @@ class ComparedSchedules(NamedTuple):
 def compare(args: Namespace, schedules: Sequence[str] | None) -> ComparedSchedules:
     """Runs schedules by the clock; ValueError where one that is named cannot do these numbers."""
     timelines, left_out = {}, {}
-    for name in SCHEDULES if schedules is None else schedules:
+    for name in EVERY if schedules is None else schedules:
         try:
             timelines[name] = _timeline(name, args)
         except ValueError as error:
@@ -76,7 +76,7 @@ def compare(args: Namespace, schedules: Sequence[str] | None) -> ComparedSchedul
 
 
 def _timeline(name: str, args: Namespace) -> Timeline:
-    open_ = name in SCHEDULES and len(SCHEDULES[name].chunks) > 1
+    open_ = name in EVERY and len(EVERY[name].chunks) > 1
     backward = (args.input + args.weight) / args.forward
     actions = order(name, args.stages, args.micro_batches, chunks=args.chunks if open_ else None, backward=backward)
     F, I, W = (seconds / actions.chunks for seconds in (args.forward, args.input, args.weight))
@@ -86,7 +86,7 @@ def _timeline(name: str, args: Namespace) -> Timeline:
 def _values(name: str, t: Timeline) -> dict[str, Any]:
     return dict(
         stages_a_rank=t.order.chunks,
-        copies=SCHEDULES[name].chains,
+        copies=t.order.copies,
         seconds=t.seconds,
         bubble=t.bubble,
         in_flight=[n / t.order.chunks for n in t.in_flight],

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ...pipeline.placement import Stage
-from ...pipeline.step import schedule
+from ...pipeline.scheduled import schedule
 from ..ledger import steptime
 from ..ledger.dryrun import ranks_of
 from ..ledger.layer import build

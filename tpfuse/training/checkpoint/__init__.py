@@ -18,6 +18,7 @@ hooks       residuals of a sparse all-reduce, and their mean at another number o
 job         one folder, one job
 load        load_checkpoint: nothing changes before every rank has read everything
 meta        meta.json, under a checksum of its own
+pending     a gradient that waits for the next step
 pieces      what each rank holds of a tensor, who writes it, and another split
 ranks       all ranks, and their messages about a checkpoint
 replicas    check_replicas and watch_replicas: what several ranks hold has the same bits

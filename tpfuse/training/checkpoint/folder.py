@@ -12,7 +12,7 @@ from ...models.files.disk import fsync, write_whole
 from ...parallel import host
 from .errors import errors_at
 from .job import is_alive, is_here, read_job, this_job, write_job
-from .meta import VERSION, plain, read_text
+from .meta import WITH_GRADIENT, plain, read_text
 
 LATEST, META = "latest", "meta.json"
 SAVING = "saving.json"  # in a checkpoint that is being written: by whom
@@ -135,7 +135,7 @@ def _is_superseded(folder: Path, newest: Path) -> bool:
     if not isinstance(meta, dict) or meta.get("name") != folder.name:
         return False
     version = meta.get("version")
-    return type(version) is int and version <= VERSION  # a later format may mean something else by its fields
+    return type(version) is int and version <= WITH_GRADIENT  # a later format may mean something else by its fields
 
 
 def _step(folder: Path) -> int:

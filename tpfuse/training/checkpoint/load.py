@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ...parallel import host
+from ...pipeline.delays import Pending, delay_of
 from ..ok_topk import OkTopk
 from . import background as thread
 from . import state, version1
@@ -16,6 +17,7 @@ from .errors import named
 from .folder import META, read_latest, warn_of_newer
 from .hooks import HookState, Reading, put_hook, read_hook
 from .meta import Meta, files_of, opened, read_text
+from .pending import check_pending, read_pending
 from .pieces import Stored, check_apart, fill
 from .ranks import Ranks, all_ranks
 from .shards import DTYPES, ShardReader, TensorEntry, parts, verify
@@ -39,9 +41,11 @@ def load_checkpoint(
     checksum is compared.  Warnings say what else is not as it was and decides the last bits: versions, processor,
     threads, sizes, schedule, overlap, dtype.
 
+    A gradient that waits, of training with gradients one step late, goes on waiting in what delays those of ``model``.
+
     ValueError where the format, the parameters' names or shapes, the model's config, or the optimizer's class or groups
-    are not the checkpoint's, OSError where a file is missing or damaged: the same on every rank, before anything
-    changes.
+    are not the checkpoint's, and for a gradient that waits where nothing delays the model's; OSError where a file is
+    missing or damaged: the same on every rank, before anything changes.
     """
     with named("load_checkpoint"):
         thread.settle()
@@ -91,6 +95,7 @@ class _LoadedState(NamedTuple):
     parameters: state.Values
     optimizer: state.OptimizerState
     hook: HookState | None
+    pending: Pending | None
 
 
 def _find(directory: Path) -> tuple[str, bytes] | None:
@@ -122,6 +127,7 @@ def _check(checkpoint: _Checkpoint, stock: state.Stock, wanted: _Wanted) -> None
         groups = state.groups_of(wanted.entries, wanted.optimizer)
         state.check_numbers(path, meta["param_groups"])
         state.check_groups(path, groups, meta["param_groups"], wanted.elsewhere)
+        check_pending(path, meta, wanted.model)
 
 
 def _read(checkpoint: _Checkpoint, wanted: _Wanted) -> _LoadedState:
@@ -166,13 +172,16 @@ def _filled(checkpoint: _Checkpoint, stock: state.Stock, sources: Sources, wante
     pieces = state.fresh(path, wanted.entries, stock, wanted.optimizer is not None)
     for piece in pieces.values():
         fill(path, piece, sources[piece.name])
-    residuals = read_hook(wanted.hook, Reading(path, meta, stock, entries=wanted.entries, ranks=ranks), sources)
-    return _LoadedState(pieces, state.optimizer_state(wanted.entries, pieces, wanted.optimizer), residuals)
+    reading = Reading(path, meta, stock, entries=wanted.entries, ranks=ranks)
+    residuals, pending = read_hook(wanted.hook, reading, sources), read_pending(reading, sources)
+    return _LoadedState(pieces, state.optimizer_state(wanted.entries, pieces, wanted.optimizer), residuals, pending)
 
 
 def _put(meta: Meta, ready: _LoadedState, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     state.put_model(state.entries_of(model), ready.parameters)
     if optimizer is not None:
         state.put_optimizer(optimizer, ready.optimizer, meta["param_groups"])
+    if (delay := delay_of(model)) is not None:
+        delay.resume(ready.pending if optimizer is not None else None)
     if hasattr(model, "step"):
         model.seed, model.step = meta["seed"], torch.tensor(meta["model_step"], dtype=torch.int64)

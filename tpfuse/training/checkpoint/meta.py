@@ -13,6 +13,7 @@ from .errors import errors_at
 from .shards import DTYPES, FileEntry
 
 VERSION = 2  # of the formats: Philox, parameter layouts, names, files
+WITH_GRADIENT = 3  # the same, with a gradient that is not yet applied
 Meta = dict[str, Any]
 
 _SEAL = re.compile(rb'{"sha256": "([0-9a-f]{64})",\n')
@@ -34,13 +35,13 @@ def opened(path: Path, raw: bytes) -> Meta:
         raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from None
     if not isinstance(meta, dict) or type(meta.get("version")) is not int:
         raise ValueError(f"{path} is damaged: it must be an object with a version")
-    if meta["version"] not in (1, VERSION):
-        raise ValueError(f"{path} has format version {meta['version']}, this tpfuse reads {VERSION}")
-    if meta["version"] == VERSION:
+    if meta["version"] not in (1, VERSION, WITH_GRADIENT):
+        raise ValueError(f"{path} has format version {meta['version']}, this tpfuse reads {WITH_GRADIENT}")
+    if meta["version"] != 1:
         seal = _SEAL.match(raw)
         if seal is None or seal[1].decode() != hashlib.sha256(raw[seal.end() :]).hexdigest():
             raise ValueError(f"{path} is damaged: its checksum is not that of what was written")
-    for key, (is_valid, rule) in (_FIELDS if meta["version"] == VERSION else _FIELDS_1).items():
+    for key, (is_valid, rule) in (_FIELDS if meta["version"] != 1 else _FIELDS_1).items():
         if key not in (meta | _WITHOUT) or not is_valid((_WITHOUT | meta)[key]):
             raise ValueError(f"{path} is damaged: {key} must be {rule}, got {_short(meta.get(key))}")
     return meta
@@ -138,6 +139,11 @@ def _hook(value: Any) -> bool:
     )
 
 
+def _pending(value: Any) -> bool:
+    loss = value.get("loss") if isinstance(value, dict) else None
+    return value is None or type(loss) is float or loss in ("nan", "inf", "-inf")
+
+
 Rule = tuple[Callable[[Any], bool], str]
 _FIELDS_1: dict[str, Rule] = {
     "step": (_natural, "an integer from 0"),
@@ -146,13 +152,14 @@ _FIELDS_1: dict[str, Rule] = {
     "param_groups": (lambda v: isinstance(v, list) and all(map(_group, v)), "a list of groups with params"),
     "extra": (lambda v: True, "any value"),
 }
-_WITHOUT: Meta = {"hook": None}  # fields that need not be there
+_WITHOUT: Meta = {"hook": None, "pending": None}  # fields that need not be there
 _FIELDS: dict[str, Rule] = _FIELDS_1 | {
     "optimizer": (lambda v: isinstance(v, str), "a string"),
     "config": (lambda v: v is None or isinstance(v, dict), "an object or null"),
     "conditions": (lambda v: isinstance(v, dict), "an object"),
     "tensors": (lambda v: isinstance(v, dict) and all(map(_tensor, v.values())), "dtypes and shapes by name"),
     "hook": (_hook, "replicas, a step and units of names, or not there"),
+    "pending": (_pending, "a loss, or not there"),
     "files": (
         lambda v: isinstance(v, dict) and all(map(plain, v)) and all(map(_file, v.values())),
         "sizes and checksums by file name",

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ...layers.partial import warn_of_drift
+from ...pipeline.delays import delay_of
 from ...pipeline.placement import Stage
 from ...ranks.messages import RankEnded
 from ..ok_topk import OkTopk
@@ -26,6 +27,7 @@ from .folder import SAVING, check_shared, new_checkpoint, publish, read_latest, 
 from .hooks import hook_pieces
 from .job import JobProcess, check_held, take
 from .meta import VERSION, Meta, check_json, read_text, sealed
+from .pending import pending_pieces
 from .pieces import Piece, PieceInfo, Place, shares
 from .ranks import Ranks, all_ranks
 from .replicas import SAME_BITS, bits_of, differences
@@ -105,7 +107,8 @@ def save_checkpoint(
     gloo) names it.
 
     Of a model over pipeline stages the checkpoint holds the whole: every stage writes its own parameters, and of those
-    that two stages hold one writes each, the one with fewer bytes so far.
+    that two stages hold one writes each, the one with fewer bytes so far.  Where gradients are one step late, it
+    completes the batch in flight and saves the gradient that waits; training goes on with the same bits as without.
     """
     with named("save_checkpoint"):
         thread.settle()
@@ -113,13 +116,16 @@ def save_checkpoint(
         thread.raise_earlier(directory, ranks)
         warn_of_drift(unwrap(model), "save_checkpoint")
         inner = unwrap(model)
+        delay = delay_of(inner)
+        pending = None if delay is None else delay.finish()
 
         def collect() -> tuple[list[Piece], Meta]:
             pieces, meta = _collect(inner, optimizer, step, extra)
-            residuals, about = hook_pieces(entries_of(inner), hook, ranks)
-            return [
-                part for part in pieces + residuals if part.local.numel() or not math.prod(part.shape)
-            ], meta | about
+            residuals, about_hook = hook_pieces(entries_of(inner), hook, ranks)
+            gradients, about_pending = pending_pieces(entries_of(inner), pending)
+            pieces += residuals + gradients
+            kept = [part for part in pieces if part.local.numel() or not math.prod(part.shape)]
+            return kept, meta | about_hook | about_pending
 
         plain = plain_names(entries_of(inner))  # of which warn_of_drift tells, beyond rounding
         is_compared = lambda name: parameter_of(name) not in plain

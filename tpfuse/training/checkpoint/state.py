@@ -69,7 +69,7 @@ def plain_names(entries: Entries) -> set[str]:
 def parameter_of(stored: str) -> str:
     """Returns the name of the parameter that a tensor of a checkpoint is of."""
     kind, _, name = stored.partition(".")
-    return name if kind == "model" else name.rpartition(".")[0]
+    return name if kind in ("model", "gradient") else name.rpartition(".")[0]
 
 
 def pieces_of(entries: Entries, optimizer: torch.optim.Optimizer | None) -> list[Piece]:
@@ -223,20 +223,20 @@ def optimizer_state(
         values = {}
         for key in _keys(values_read, prefix):
             shaped = values_read[key].shape == values_read[f"model.{name}"].shape
-            value = _local(values_read[key], spec) if shaped else values_read[key].local
+            value = as_slice(values_read[key], spec) if shaped else values_read[key].local
             value = value.to(p.device if shaped or stepped(p) in on_device else "cpu")
-            values[key.removeprefix(prefix)] = _as_parameter(value, p) if shaped else value
+            values[key.removeprefix(prefix)] = as_parameter(value, p) if shaped else value
         state[p] = values
     return state
 
 
-def _local(part: Piece, spec: Spec) -> Tensor:
+def as_slice(part: Piece, spec: Spec) -> Tensor:
     """Returns a piece shaped as a slice of the parameter: of a part that is joined with its groups without those."""
     joined = spec.origin is not None and len(spec.shape) < len(spec.origin.whole)
     return part.local.flatten(0, 1) if joined else part.local
 
 
-def _as_parameter(value: Tensor, p: nn.Parameter) -> Tensor:
+def as_parameter(value: Tensor, p: nn.Parameter) -> Tensor:
     if not isinstance(p, DTensor):
         return value
     return DTensor.from_local(value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
@@ -245,7 +245,7 @@ def _as_parameter(value: Tensor, p: nn.Parameter) -> Tensor:
 def put_model(entries: Entries, values_read: Values) -> None:
     for name, (p, spec, _) in entries.items():
         x = p.detach()
-        (x.to_local() if isinstance(x, DTensor) else x).copy_(_local(values_read[f"model.{name}"], spec))
+        (x.to_local() if isinstance(x, DTensor) else x).copy_(as_slice(values_read[f"model.{name}"], spec))
 
 
 def put_optimizer(optimizer: torch.optim.Optimizer, state: OptimizerState, groups: list[Group]) -> None:

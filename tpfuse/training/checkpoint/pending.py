@@ -1,0 +1,63 @@
+"""The gradient that waits for the next step where gradients are one step late: a tensor by each parameter's name, and
+its batch's loss in meta.json."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...pipeline.delays import Pending, delay_of
+from .hooks import Reading
+from .meta import WITH_GRADIENT, Meta
+from .pieces import Piece, Stored, fill, piece
+from .state import Entries, as_parameter, as_slice, stored_name
+
+KEY = "pending"  # in meta.json
+_PREFIX = "gradient."
+
+
+def pending_pieces(entries: Entries, pending: Pending | None) -> tuple[list[Piece], Meta]:
+    """Returns what is here of a gradient that waits, sharing its memory, and what meta.json says of it.
+
+    The format is one that a reader without delayed gradients refuses.
+    """
+    if pending is None:
+        return [], {}
+    pieces = [
+        piece(f"{_PREFIX}{stored_name(name, spec)}", pending.gradients[p], spec, tp)
+        for name, (p, spec, tp) in entries.items()
+        if p in pending.gradients
+    ]
+    loss = pending.loss.item()
+    return pieces, dict(version=WITH_GRADIENT, pending=dict(loss=loss if math.isfinite(loss) else str(loss)))
+
+
+def check_pending(path: Path, meta: Meta, model: nn.Module) -> None:
+    """ValueError where a checkpoint has a gradient that waits, and nothing of the model would apply it."""
+    if meta.get(KEY) is not None and delay_of(model) is None:
+        raise ValueError(
+            f"{path} holds a gradient that is not yet applied, of training with gradients one step late; load"
+            ' it after tpfuse.pipeline.schedule(model, mesh, "2bw", ...) or, in one process,'
+            " tpfuse.DelayedGradients(model), or without the optimizer"
+        )
+
+
+def read_pending(reading: Reading, sources: Mapping[str, Sequence[Stored]]) -> Pending | None:
+    """Returns the gradient that waits, in new tensors; None where the checkpoint has none."""
+    about: Any = reading.meta.get(KEY)
+    if about is None:
+        return None
+    gradients = {}
+    for name, (p, spec, tp) in reading.entries.items():
+        key = f"{_PREFIX}{stored_name(name, spec)}"
+        if key in reading.stock:
+            part = piece(key, p, spec, tp)
+            part = part._replace(local=torch.empty(part.local.shape, dtype=reading.stock[key][0]))
+            fill(reading.path, part, sources[key])
+            gradients[p] = as_parameter(as_slice(part, spec).to(p.device), p)
+    first = next(p for p, *_ in reading.entries.values())
+    dtype = torch.promote_types(first.dtype, torch.float32)
+    return Pending(torch.tensor(float(about["loss"]), dtype=dtype, device=first.device), gradients)
