@@ -47,7 +47,7 @@ def captured_by(p: Tensor) -> Receive | None:
 
 def captures(*weights: Tensor | None) -> tuple[Receive | None, ...] | None:
     """Returns what receives the matrices of each weight's gradient; None in all if nothing is captured."""
-    if not _receivers or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not _receivers:
         return None
     receivers = tuple(None if w is None else captured_by(_parameter(w)) for w in weights)
     return None if receivers.count(None) == len(receivers) else receivers

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ...kernels.runtime.errors import check
-from ...pipeline import Action, Timeline, Work
+from ...kernels.runtime.rules import listed
+from ...pipeline import Action, Work
 from ...pipeline.action import BACKWARD, WEIGHT
 from ...pipeline.copies import copied
 from ...ranks.messages import gather
@@ -41,8 +42,8 @@ def check_copies(pipeline: "Pipeline", matrices: WholeMatrices) -> None:
     names = [name for name, (p, *_) in matrices.sources.items() if p in twice]
     check(
         not names,
-        f"KFAC.work: {names[:1]} and others are held by two ranks of the pipeline, each with a part of the"
-        f" micro-batches; use another schedule than {pipeline.order.schedule}",
+        f"KFAC.work: two ranks of the pipeline hold {listed(names)}, each for a part of the micro-batches; use another"
+        f" schedule than {pipeline.order.schedule}",
     )
 
 
@@ -54,12 +55,10 @@ def stages_of(pipeline: "Pipeline", matrices: WholeMatrices) -> list[int]:
     return [next(chunk.stage for chunk in chunks if layer in chunk.layers) for layer in layers]
 
 
-def pieces(
-    pipeline: "Pipeline", timeline: Timeline, stages: Mapping[Curvature, int], refreshes: Refreshes
-) -> list[Work]:
+def pieces(pipeline: "Pipeline", stages: Mapping[Curvature, int], refreshes: Refreshes) -> list[Work]:
     """Returns the pieces of all ranks, of which this one's can be run.  ``stages``: of each weight on this rank."""
     curvatures, rank = list(refreshes), pipeline.group.rank()
-    ends = [e.action for e in timeline.events[rank] if e.action.kind in (BACKWARD, WEIGHT)]
+    ends = [action for action in pipeline.order.actions[rank] if action.kind in (BACKWARD, WEIGHT)]
     runs: list[Callable[[], None]] = []
     own: list[_Piece] = []
     factors: dict[Curvature, list[int]] = {}

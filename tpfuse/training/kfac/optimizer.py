@@ -15,7 +15,7 @@ from ...kernels.runtime.errors import check
 from ...kernels.runtime.op import acc_dtype
 from ...kernels.runtime.rules import NOT_NEGATIVE, POSITIVE, check_numbers, integer, listed, number
 from ...layers.linear import ColumnProjection, RowParallelLinear
-from ...pipeline import Timeline, Work
+from ...pipeline import Work
 from ...ranks.messages import together
 from ..matrices import WholeMatrices
 from .bubbles import check_copies, pieces, stages_of
@@ -88,25 +88,24 @@ class KFAC(torch.optim.Optimizer):
         """Returns the parameters of ``model`` that are not here, for another optimizer."""
         return self.matrices.others(model)
 
-    def work(self, pipeline: "Pipeline", timeline: Timeline) -> list[Work]:
+    def work(self, pipeline: "Pipeline") -> list[Work]:
         """Returns factors and inversions of all ranks as pieces of work, with measured seconds, for the bubbles of a
         pipeline; each rank of the pipeline calls it, after a step of this optimizer.
 
             timeline = pipeline.measure(ids, labels=ids)
-            pipeline.fill(fill(timeline, kfac.work(pipeline, timeline)))
+            pipeline.fill(fill(timeline, kfac.work(pipeline)))
 
         The matrices of a filling's first step wait for their pieces; ``refresh`` then has no meaning: every factor is
-        made and inverted once in the filling's steps.  ValueError before the first step, for a timeline of another
-        order, and for weights that two ranks of the pipeline hold.
+        made and inverted once in the filling's steps.  ValueError before the first step, and for weights that two
+        ranks of the pipeline hold.
         """
-        check(timeline.order == pipeline.order, "KFAC.work: the timeline is not one of this pipeline's order")
         check_copies(pipeline, self.matrices)
         unknown = [c.name for c in self._curvature.values() if c.size is None]
-        check(not unknown, f"KFAC.work: {unknown[:1]} has no factors yet: make a step first, which tells sizes")
+        check(not unknown, f"KFAC.work: make a step first, which tells the sizes of {listed(unknown)}")
         self._moment.pipeline = pipeline
         stages = dict(zip(self._curvature.values(), stages_of(pipeline, self.matrices), strict=True))
         refreshes = {c: functools.partial(self._refresh, p) for p, c in self._curvature.items()}
-        self._work = pieces(pipeline, timeline, stages, refreshes)
+        self._work = pieces(pipeline, stages, refreshes)
         return self._work
 
     @torch.no_grad()
