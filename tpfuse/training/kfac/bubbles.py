@@ -74,9 +74,9 @@ def pieces(pipeline: "Pipeline", stages: Mapping[Curvature, int], refreshes: Ref
             own.append(_Piece(seconds[curvature][side], tuple(factors[curvature])))
             runs.append(_refreshing(refreshes[curvature], side))
     work: list[Work] = []
-    for r, listed in enumerate(gather(own, pipeline.group)):
+    for r, held in enumerate(gather(own, pipeline.group)):
         first = len(work)
-        for i, piece in enumerate(listed):
+        for i, piece in enumerate(held):
             after = tuple(a if isinstance(a, Action) else a + first for a in piece.after)
             work.append(Work(r, piece.seconds, after, runs[i] if r == rank else None))
     return work
