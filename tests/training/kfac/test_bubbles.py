@@ -17,7 +17,7 @@ def one_process(world, steps=3):
     with default_dtype(F64):
         model = made(GPT2)
         kfac = KFAC(model, lr=0.01)
-        others = torch.optim.SGD(kfac.others(model), lr=0.1)
+        others = torch.optim.SGD(kfac.remaining(model), lr=0.1)
         losses = []
         for ids, labels in batches(steps):
             loss = model(ids, labels=labels).loss
@@ -38,7 +38,7 @@ def staged(mesh, name):
     dp = mesh["dp"] if mesh["dp"].size() > 1 else None
     model = made(GPT2, tp=TensorParallel(mesh["tp"]), stage=place, dp=dp)
     pipeline, kfac = schedule(model, mesh["pp"], name, 4), KFAC(model, lr=0.01)
-    return model, pipeline, kfac, torch.optim.SGD(kfac.others(model), lr=0.1)
+    return model, pipeline, kfac, torch.optim.SGD(kfac.remaining(model), lr=0.1)
 
 
 def over_stages(world, layout, name, steps=3):

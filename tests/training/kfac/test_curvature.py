@@ -98,8 +98,8 @@ def test_under_autocast(ranks, saved):
 
 
 def rows_of_a_neighbour(right, self, side):
-    rank = (self.whole.tp.rank + 1) % self.whole.tp.size
-    m = len(side) // self.whole.tp.size
+    rank = (self.placement.tp.rank + 1) % self.placement.tp.size
+    m = len(side) // self.placement.tp.size
     return side[rank * m : (rank + 1) * m]
 
 

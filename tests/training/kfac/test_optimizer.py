@@ -26,7 +26,7 @@ def made(tp=None, dtype=F64, config=GATED, **options):
     with default_dtype(dtype):
         model = GPT(config, tp=tp, **options)
     kfac = KFAC(model, **OPTIONS)
-    return model, kfac, torch.optim.SGD(kfac.others(model), lr=0.1)
+    return model, kfac, torch.optim.SGD(kfac.remaining(model), lr=0.1)
 
 
 def stepped(model, kfac, others, steps):
@@ -60,7 +60,7 @@ def test_the_same_at_every_size(ranks, R, sequence_parallel):
 
 def unexchanged(right, self, side):
     """Each rank's own columns in the place of its rows of all."""
-    return right(self, torch.zeros_like(side)) + side.repeat(1, self.whole.tp.size)[:: self.whole.tp.size]
+    return right(self, torch.zeros_like(side)) + side.repeat(1, self.placement.tp.size)[:: self.placement.tp.size]
 
 
 def mistaken(world):
@@ -80,7 +80,7 @@ def of_replicas(world):
         model = GPT(GATED, tp=TensorParallel(mesh["tp"]), dp=mesh["dp"])
     replica = tpfuse.data_parallel(model, mesh["dp"])
     kfac = KFAC(model, **OPTIONS)
-    others = torch.optim.SGD(kfac.others(model), lr=0.1)
+    others = torch.optim.SGD(kfac.remaining(model), lr=0.1)
     rows = slice(2 * mesh["dp"].get_local_rank(), 2 * mesh["dp"].get_local_rank() + 2)
     for step in range(3):
         call = {key: x[rows] for key, x in call_of(step).items()}

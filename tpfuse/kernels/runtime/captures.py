@@ -41,8 +41,8 @@ def capturing() -> bool:
 
 def captured_by(p: Tensor) -> Receive | None:
     """Returns what receives the matrices of a parameter's gradients; None for none."""
-    found: _Capture | None = getattr(p, _CAPTURE, None) or None
-    return None if found is None else found.receive()
+    attribute: _Capture | None = getattr(p, _CAPTURE, None) or None
+    return None if attribute is None else attribute.receive()
 
 
 def captures(*weights: Tensor | None) -> tuple[Receive | None, ...] | None:

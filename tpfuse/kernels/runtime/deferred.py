@@ -75,7 +75,7 @@ class Later(NamedTuple):
 
     @property
     def captures(self) -> tuple[Receive | None, ...] | None:
-        """What receives the matrices of the gradients of the weight and of the out_weight."""
+        """The functions that receive the matrices of the gradients of the weight and of the out_weight."""
         return captures(self.weight, self.out_weight)
 
     def needs_gradient(self, name: str) -> bool:

@@ -30,10 +30,10 @@ FACTORS, _REPEATS = "factors", 3
 
 
 class _Piece(NamedTuple):
-    """A piece of this rank: ``after`` has actions, and places in the rank's list."""
+    """A piece of this rank, which needs an action or pieces by their places in the rank's list."""
 
     seconds: float
-    after: tuple[Action | int, ...]
+    prerequisites: tuple[Action | int, ...]
 
 
 def check_copies(pipeline: "Pipeline", matrices: WholeMatrices) -> None:
@@ -60,25 +60,25 @@ def pieces(pipeline: "Pipeline", stages: Mapping[Curvature, int], refreshes: Ref
     curvatures, rank = list(refreshes), pipeline.group.rank()
     ends = [action for action in pipeline.order.actions[rank] if action.kind in (BACKWARD, WEIGHT)]
     runs: list[Callable[[], None]] = []
-    own: list[_Piece] = []
+    pieces_here: list[_Piece] = []
     factors: dict[Curvature, list[int]] = {}
     seconds = _seconds(curvatures)
     for action in ends:
         for curvature in curvatures:
             if stages[curvature] == action.stage:
-                factors.setdefault(curvature, []).append(len(own))
-                own.append(_Piece(seconds[curvature][FACTORS], (action,)))
+                factors.setdefault(curvature, []).append(len(pieces_here))
+                pieces_here.append(_Piece(seconds[curvature][FACTORS], (action,)))
                 runs.append(_adding(curvature, action.micro_batch))
     for curvature in curvatures:
         for side in SIDES:
-            own.append(_Piece(seconds[curvature][side], tuple(factors[curvature])))
+            pieces_here.append(_Piece(seconds[curvature][side], tuple(factors[curvature])))
             runs.append(_refreshing(refreshes[curvature], side))
     work: list[Work] = []
-    for r, held in enumerate(gather(own, pipeline.group)):
-        first = len(work)
+    for r, held in enumerate(gather(pieces_here, pipeline.group)):
+        offset = len(work)
         for i, piece in enumerate(held):
-            after = tuple(a if isinstance(a, Action) else a + first for a in piece.after)
-            work.append(Work(r, piece.seconds, after, runs[i] if r == rank else None))
+            after_these = tuple(a if isinstance(a, Action) else a + offset for a in piece.prerequisites)
+            work.append(Work(r, piece.seconds, after_these, runs[i] if r == rank else None))
     return work
 
 
@@ -115,7 +115,7 @@ def _seconds(curvatures: list[Curvature]) -> dict[Curvature, dict[str, float]]:
 def _measured(curvature: Curvature) -> dict[str, float]:
     """Returns the seconds of the pieces of a weight of this size, on random rows."""
     assert curvature.size is not None
-    rows, probe, state, times = curvature.size.random_rows(), curvature.like(), State(), dict[str, list[float]]()
+    rows, probe, state, times = curvature.size.random_rows(), curvature.blank(), State(), dict[str, list[float]]()
     works: dict[str, Callable[[], None]] = {FACTORS: functools.partial(probe.add, rows)}
     for side in SIDES:
         works[side] = functools.partial(probe.refresh, side, state, decay=0.5, damping=1.0)

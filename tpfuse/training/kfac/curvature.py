@@ -37,8 +37,8 @@ class Rows(NamedTuple):
     dy: Tensor
 
 
-class Size(NamedTuple):
-    """What the time of a weight's pieces depends on: shapes of the Rows of one micro-batch, and which is split."""
+class RowSizes(NamedTuple):
+    """Shapes of one micro-batch's Rows, and which side is split: they decide the time of a weight's pieces."""
 
     x: torch.Size
     dy: torch.Size
@@ -69,19 +69,19 @@ class Moment:
 
     @property
     def filler(self) -> Any:
-        """What runs the work in the pipeline's bubbles; None where nothing does."""
+        """The runner of work in the pipeline's bubbles; None where there is none."""
         return None if self.pipeline is None else self.pipeline.filler
 
 
 class Curvature:
-    """The factors of the weight ``name``; ``whole``: its matrix, of which this rank holds a slice.  ``groups``: the
+    """The factors of the weight ``name``; ``placement``: its matrix, of which this rank holds a slice.  ``groups``: the
     ranks with other rows."""
 
-    def __init__(self, name: str, whole: Whole, groups: list[dist.ProcessGroup], moment: Moment):
-        self.name, self.whole, self.groups, self.moment = name, whole, groups, moment
+    def __init__(self, name: str, placement: Whole, groups: list[dist.ProcessGroup], moment: Moment):
+        self.name, self.placement, self.groups, self.moment = name, placement, groups, moment
         self.sums: dict[str, Sum] = {}
         self.held: dict[int, Rows] = {}  # by micro-batch
-        self.size: Size | None = None
+        self.size: RowSizes | None = None
 
     def receive(self, dy: Tensor, x: Tensor) -> None:
         """Takes dy [M, N] and x [M, K] of a backward pass, of which one is this rank's slice of columns: adds them at
@@ -97,27 +97,27 @@ class Curvature:
         """Returns what this rank keeps of the matrices."""
         dim = self._split
         rows = Rows(x if dim in (None, 1) else self._mine(x), dy if dim in (None, 0) else self._mine(dy))
-        self.size = Size(rows.x.shape, rows.dy.shape, dim, x.dtype, x.device)
+        self.size = RowSizes(rows.x.shape, rows.dy.shape, dim, dtype=x.dtype, device=x.device)
         return rows
 
-    def like(self) -> "Curvature":
+    def blank(self) -> "Curvature":
         """Returns new factors of the same weight."""
-        return Curvature(self.name, self.whole, self.groups, self.moment)
+        return Curvature(self.name, self.placement, self.groups, self.moment)
 
     @property
     def _split(self) -> int | None:
         """The dimension of the matrix that is split over ranks: 0, whose dy is split, or 1, whose x is."""
-        return self.whole.spec.dim if self.whole.tp.size > 1 else None
+        return self.placement.spec.dim if self.placement.tp.size > 1 else None
 
     def _mine(self, side: Tensor) -> Tensor:
         """Returns this rank's rows [m, .] of all M, the last ones filled up with zeros."""
-        m = -(-len(side) // self.whole.tp.size)
-        mine = side[self.whole.tp.rank * m : (self.whole.tp.rank + 1) * m]
+        m = -(-len(side) // self.placement.tp.size)
+        mine = side[self.placement.tp.rank * m : (self.placement.tp.rank + 1) * m]
         return F.pad(mine, (0, 0, 0, m - len(mine))) if len(mine) < m else mine.clone()  # a view would keep all rows
 
     def _exchanged(self, side: Tensor) -> Tensor:
         """Returns this rank's rows of all columns [m, R c], given its columns of all rows [M, c]."""
-        tp = self.whole.tp
+        tp = self.placement.tp
         parts = F.pad(side, (0, 0, 0, -len(side) % tp.size)).view(tp.size, -1, side.shape[1])
         return all_to_all(parts.contiguous(), tp.group_name).movedim(0, 1).flatten(1)
 
@@ -132,9 +132,9 @@ class Curvature:
         counted = dy.any(1, keepdim=True)
         number = counted.sum(dtype=x.dtype)
         for side, values in zip(SIDES, (x * counted, dy), strict=True):
-            gram, before = self.sums.get(side, (None, 0))
+            gram, earlier = self.sums.get(side, (None, 0))
             product = values.mT @ values if gram is None else gram.addmm_(values.mT, values)
-            self.sums[side] = Sum(product, before + number)
+            self.sums[side] = Sum(product, earlier + number)
 
     @torch.no_grad()
     def refresh(self, side: str, state: State, decay: float, damping: float) -> None:

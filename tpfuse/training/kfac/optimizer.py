@@ -37,7 +37,7 @@ class KFAC(torch.optim.Optimizer):
     another optimizer:
 
         kfac = tpfuse.KFAC(model, lr=1e-3)
-        adamw = torch.optim.AdamW(kfac.others(model), lr=1e-3)
+        adamw = torch.optim.AdamW(kfac.remaining(model), lr=1e-3)
         model(ids, labels=ids).loss.backward()
         kfac.step()
         adamw.step()
@@ -65,7 +65,7 @@ class KFAC(torch.optim.Optimizer):
         *,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
-        damping: float = 1e-2,
+        damping: float = 0.1,
         decay: float = 0.95,
         refresh: int = 1,
         dp: DeviceMesh | dist.ProcessGroup | None = None,
@@ -74,17 +74,17 @@ class KFAC(torch.optim.Optimizer):
         check_numbers("KFAC", numbers | dict(refresh=refresh), _RULES)
         self.matrices = WholeMatrices(model, only=_weights(model))
         self._moment = Moment()
-        replicas = _replicas(model, dp.get_group() if isinstance(dp, DeviceMesh) else dp)
+        replicas = _replica_group(model, dp.get_group() if isinstance(dp, DeviceMesh) else dp)
         self._curvature: dict[nn.Parameter, Curvature] = {}
-        for name, (p, whole, matrix) in self.matrices.sources.items():
+        for name, (p, placement, matrix) in self.matrices.sources.items():
             check(captured_by(p) is None, f"KFAC: {name} has a KFAC already")
-            groups = [group for group in (whole.tp.group, replicas) if group is not None and group.size() > 1]
-            self._curvature[matrix] = Curvature(name, whole, groups, self._moment)
+            groups = [group for group in (placement.tp.group, replicas) if group is not None and group.size() > 1]
+            self._curvature[matrix] = Curvature(name, placement, groups, self._moment)
             capture(p, self._curvature[matrix].receive)
         self._work: list[Work] = []
         super().__init__(self.matrices.parameters(), numbers | dict(refresh=refresh, steps=0))
 
-    def others(self, model: nn.Module) -> list[nn.Parameter]:
+    def remaining(self, model: nn.Module) -> list[nn.Parameter]:
         """Returns the parameters of ``model`` that are not here, for another optimizer."""
         return self.matrices.others(model)
 
@@ -165,7 +165,7 @@ class KFAC(torch.optim.Optimizer):
         update = curvature.precondition(state["momentum"], state)
         update *= _RMS * update.numel() ** 0.5 / update.norm().clamp(min=torch.finfo(dtype).tiny)
         (p.to_local() if isinstance(p, DTensor) else p).mul_(1 - group["lr"] * group["weight_decay"]).add_(
-            update[curvature.whole.spec.local(curvature.whole.tp)], alpha=-group["lr"]
+            update[curvature.placement.spec.local(curvature.placement.tp)], alpha=-group["lr"]
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -193,24 +193,26 @@ class KFAC(torch.optim.Optimizer):
 def _weights(model: nn.Module) -> list[nn.Parameter]:
     """Returns the trained weights of the model's linear layers.  ValueError where there are none, or ones of which no
     whole factor can be made."""
-    found = []
+    weights = []
     for module in model.modules():
         if isinstance(module, ColumnProjection | RowParallelLinear):
             check(module.tp.cp is None, "KFAC is not built for context parallelism; use another optimizer")
             check(
                 module.tp.bitwise is None, "KFAC's sums are not by leaves: leave bitwise off, or use another optimizer"
             )
-            found += [p for leaf, p in module.named_parameters(recurse=False) if "bias" not in leaf and p.requires_grad]
-    check(len(found) > 0, f"KFAC: {type(model).__name__} has no weight of a parallel linear layer to train")
-    return found
+            weights += [
+                p for leaf, p in module.named_parameters(recurse=False) if "bias" not in leaf and p.requires_grad
+            ]
+    check(len(weights) > 0, f"KFAC: {type(model).__name__} has no weight of a parallel linear layer to train")
+    return weights
 
 
-def _replicas(model: nn.Module, dp: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+def _replica_group(model: nn.Module, dp: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Returns the ranks over whose rows factors are averaged.  ValueError where they are not known."""
     groups: Any = getattr(model, "groups", None)
-    known = None if groups is None else groups.dp
-    if dp is not None or known is not None:
-        return known if dp is None else dp
+    of_model = None if groups is None else groups.dp
+    if dp is not None or of_model is not None:
+        return of_model if dp is None else dp
     sizes = [module.tp.size for module in model.modules() if isinstance(module, ColumnProjection | RowParallelLinear)]
     world = dist.get_world_size() if dist.is_initialized() else 1
     check(
