@@ -121,9 +121,9 @@ class KFAC(torch.optim.Optimizer):
                 loss = closure()
         self.matrices.gather_gradients()
         if self._moment.filler is not None:
-            placed = set(map(id, self._moment.filler.filling.work))
+            placed = {id(piece.run) for piece in self._moment.filler.filling.work}
             check(
-                all(id(piece) in placed for piece in self._work),
+                all(id(piece.run) in placed for piece in self._work),
                 "KFAC: the pipeline's filling has not all pieces of the latest KFAC.work(...)",
             )
         elif self._moment.due:
