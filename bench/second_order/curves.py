@@ -2,7 +2,7 @@
 
     python -m bench.second_order.curves --json bench/results/second_order.json
 
-The model and text of examples/train_gpt.py, three stages of one thread on gloo processes, under 1F1B.  The weights of
+The model and text of examples/train_gpt.py, three stages of one thread on gloo processes, in four micro-batches under GPipe.  The weights of
 linear layers are K-FAC's, Shampoo's (pytorch_optimizer's ScalableShampoo, over tpfuse.WholeMatrices) or AdamW's, all
 other parameters AdamW's at one rate.  Every optimizer is tried at as many learning rates; each is its highest, after a
 warm-up over a tenth of the steps and before a cosine.
@@ -37,7 +37,8 @@ from tpfuse.tools.ledger.processes import on_ranks
 
 EXAMPLES = str(Path(__file__).parents[2] / "examples")
 SHAPE = dict(family="llama", width=128, layers=3, heads=4, seq=256, dropout=0.0, untied=False)
-RANKS, BATCH, HELD_OUT = 3, 4, 64  # sequences of a step, each a micro-batch; held-out windows
+RANKS, MICRO_BATCHES, ROWS, HELD_OUT = 3, 4, 2, 64  # ROWS sequences a micro-batch; held-out windows
+BATCH = MICRO_BATCHES * ROWS
 REST = 4e-3  # the rate of the other parameters, and of the demo
 RATES = {"AdamW": (2e-3, 4e-3, 8e-3), "K-FAC": (2e-3, 4e-3, 8e-3), "Shampoo": (4e-4, 8e-4, 16e-4)}
 GRAFT_SIGN = 4  # of ScalableShampoo: the update's norm is the square root of its size, 5 times that of KFAC's
@@ -60,7 +61,7 @@ class Run:
         stage = mesh.get_local_rank(), RANKS, options.schedule
         self.options, self.rate = options, rate
         self.model = GPT(config_of(types.SimpleNamespace(**SHAPE)), stage=stage, seed=0).train()
-        self.pipeline: Pipeline = schedule(self.model, mesh, options.schedule, BATCH)
+        self.pipeline: Pipeline = schedule(self.model, mesh, options.schedule, MICRO_BATCHES)
         self.optimizer, rest = getattr(self, f"_{name.replace('-', '').lower()}")()
         self.optimizers = self.optimizer, torch.optim.AdamW(rest, lr=REST, betas=(0.9, 0.95), weight_decay=0.1)
         self.text = _text()
@@ -200,7 +201,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of("bench.second_order.curves", __doc__)
     parser.add_argument("--steps", type=int, default=400, help="of each run (default %(default)s)")
     parser.add_argument("--every", type=int, default=50, help="steps between validations (default %(default)s)")
-    parser.add_argument("--schedule", default="1f1b", help="gpipe, 1f1b, ... (default %(default)s)")
+    parser.add_argument("--schedule", default="gpipe", help="gpipe, 1f1b, ... (default %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
     return parser.parse_args(argv)
 
