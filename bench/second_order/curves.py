@@ -2,10 +2,11 @@
 
     python -m bench.second_order.curves --json bench/results/second_order.json
 
-The model and text of examples/train_gpt.py, over three stages of one thread each on gloo processes, in four micro-batches.
-The weights of linear layers are K-FAC's, Shampoo's (pytorch_optimizer's ScalableShampoo, over tpfuse.WholeMatrices) or
-AdamW's, all other parameters AdamW's at one rate.  Every optimizer is tried at as many learning rates: the first gives
-all updates one norm.  A rate is the highest, after a warm-up over a tenth of the steps and before a cosine.
+The model and text of examples/train_gpt.py, over three stages of one thread each on gloo processes, in four
+micro-batches.  The weights of linear layers are K-FAC's, Shampoo's (pytorch_optimizer's ScalableShampoo, over
+tpfuse.WholeMatrices) or AdamW's, all other parameters AdamW's at one rate.  Every optimizer is tried at as many
+learning rates: the first gives all updates one norm.  A rate is the highest, after a warm-up over a tenth of the steps
+and before a cosine.
 
 Factors and roots are really made in the steps of their plan.  The seconds are not the clock's, since processes share
 cores that are never idle in a bubble: a step takes the simulator's seconds of the measured passes, and the measured

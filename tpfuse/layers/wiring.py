@@ -8,9 +8,12 @@ block reads this table.
 h [m, D] is the residual stream, n what the next branch reads.  :func:`run` takes the steps in order and a runner, which
 says how a step is computed: :class:`Fused` in training, :class:`ByParts` where hooks of torch wait for a part,
 one_node.py on one rank, models/generation/direct.py for tokens on a CPU.
+
+A step is a stretch of the block, whose ops every runner may fuse in its own way.  WATCHERS hear the name of the stretch
+that begins: those who count ops say by it where an op belongs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
@@ -31,11 +34,19 @@ class Norm(NamedTuple):
     norm: str
     to: str
 
+    @property
+    def stretch(self) -> str:
+        return f"before {self.to}"
+
 
 class Branch(NamedTuple):
     """n -> parts [k, m, D], by the block's module of this name: k outputs of this rank's rows, not yet summed."""
 
     name: str
+
+    @property
+    def stretch(self) -> str:
+        return self.name
 
 
 class Join(NamedTuple):
@@ -50,6 +61,20 @@ class Join(NamedTuple):
     to: str | None = NEXT
     branch_norm: str | None = None
     stream: bool = False
+
+    @property
+    def stretch(self) -> str:
+        return f"after {self.branch}"
+
+
+VECTORS = "vectors"  # the stretch in front of the steps: the vectors of all of them [D] as one message
+WATCHERS: list[Callable[[str], None]] = []  # each hears the stretch that begins, and "" where the block ends
+
+
+def begin(stretch: str) -> None:
+    """Tells the watchers that a stretch of a block begins."""
+    for watcher in WATCHERS:
+        watcher(stretch)
 
 
 Step = Norm | Branch | Join
@@ -176,12 +201,16 @@ def run(steps: Steps, runner: Runner[Rows, Read, Parts], h: Rows, n: Read) -> tu
     reads: dict[str | None, Read] = {first_branch(steps): n}
     parts: Any = None
     for step in steps:
+        if WATCHERS:
+            begin(step.stretch)
         if isinstance(step, Join):
             h, reads[step.to] = runner.join(step, parts, h)
         elif isinstance(step, Branch):
             parts = runner.branch(step, reads.pop(step.name))
         else:
             h, reads[step.to] = runner.norm(step, h)
+    if WATCHERS:
+        begin("")
     return h, reads[NEXT]
 
 
@@ -204,12 +233,16 @@ def run_backward(
     gradient: Any = dh
     dparts: Any = None
     for step in reversed(steps):
+        if WATCHERS:
+            begin(step.stretch)
         if isinstance(step, Join):
             gradient, dparts = runner.join(step, gradient, reads.pop(step.to, None))
         elif isinstance(step, Branch):
             reads[step.name] = runner.branch(step, dparts)
         else:
             gradient = runner.norm(step, gradient, reads.pop(step.to))
+    if WATCHERS:
+        begin("")
     return gradient, reads.pop(first_branch(steps), None)
 
 
@@ -223,6 +256,8 @@ class Fused:
         self.block, self.tp, self.call = block, block.tp, call
         self.p = block.dropout if block.training else 0.0
         self.first_row = call.first_row(len(h), block.tp.row_rank, block.tp.row_shards, block.tp)
+        if WATCHERS:
+            begin(VECTORS)
         self.biases, self.norms = _replicated(block, steps)
         self.sums: tuple[Tensor, ...] = ()
 

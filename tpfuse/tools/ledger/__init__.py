@@ -1,6 +1,7 @@
 """Accounting: bytes and flops of what runs, memory, any model at any scale, utilisation, step times.
 
 aten            costs of ops that are not tpfuse's
+coefficients    counts as exact functions of the sizes
 commands        ledger, memory and dryrun on the command line
 context         what a block sends over context-parallel ranks
 dryrun          one rank of any world, on meta tensors
@@ -9,6 +10,8 @@ machine         what this machine can do, calibrated
 memory          saved activations and state, closed forms and measured
 mfu             model flops, share of the peak, ThroughputMeter
 operators       the operator table of arXiv:2007.00072
+page            a layer as a page that counts for itself
+page.html       its script and looks
 plain           the plain torch layer it is compared with
 plots           pictures
 presets         models by name

@@ -3,6 +3,7 @@
 import itertools
 from argparse import Namespace
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...kernels.runtime.launch import pretending
@@ -23,7 +24,7 @@ from ..command import (
     print_result,
 )
 from ..options import DTYPES, MODEL_HELP, add_arch, add_dtype, add_model, add_optimizer
-from . import dryrun, layer, plots, stages
+from . import dryrun, layer, page, plots, stages
 from .presets import load_config
 from .recorder import mue
 from .shapes import Shape, layers_by_mlp
@@ -161,13 +162,20 @@ def register_ledger(p: CommandParser) -> None:
         help="measured time of tpfuse's layer (fastest), in ms, for its memory usage efficiency; needs --bandwidth",
     )
     p.add_argument("--bandwidth", type=float, metavar="X", help="peak bandwidth of the memory, in GB/s; needs --ms")
+    p.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page too, with sliders for sizes, splits, devices and links"
+    )
     add_output(p)
 
 
 def _run_ledger(args: Namespace) -> None:
     if (args.ms is None) != (args.bandwidth is None):
         raise ValueError("--ms and --bandwidth go together")
-    plan = dryrun.Plan(args.tp, cp=args.cp, cp_kind=args.cp_kind)
+    plan = dryrun.Plan(args.tp, cp=args.cp, cp_kind=args.cp_kind, dtype=DTYPES[args.dtype], imbalance=args.imbalance)
+    if args.html:
+        config = load_config(args.model)
+        subject = page.Subject(args.model, config, plan, args.batch, seq=args.seq, arch=args.arch, layer=args.layer)
+        page.write(subject, args.html)
     with pretending(args.arch), dryrun.fake_world(plan.tp, cp=plan.cp) as mesh:
         tp = dryrun.ranks_of(plan, mesh)
         sizes = dict(batch=args.batch, seq=args.seq)

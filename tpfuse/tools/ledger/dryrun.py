@@ -108,7 +108,7 @@ class Plan(NamedTuple):
 
     @property
     def replicas(self) -> int:
-        """How many ranks have the same part of the weights, which FSDP2 divides among them: dp x cp."""
+        """The number of ranks that have the same part of the weights, which FSDP2 divides among them: dp x cp."""
         return self.dp * self.cp
 
     @property

@@ -6,9 +6,11 @@
 
 Meta tensors will do: then nothing is allocated and nothing computed.  It sees one rank's ops.  tpfuse's ops declare
 their own costs beside their kernels; other ops are counted as in :mod:`.aten`.  Ops inside backward are called
-backward, those of a recomputed forward too.
+backward, those of a recomputed forward too.  An op of a block belongs to the stretch that the block said had begun, in
+backward to the one in which its node was made; a sum of two gradients to the stretch whose gradient came second.
 """
 
+import bisect
 import functools
 import time
 import weakref
@@ -21,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...kernels.runtime.op import NAMESPACE, OPS, least
+from ...layers.wiring import WATCHERS
 from ...parallel import resolve
 from . import aten
 from .text import quantity, table
@@ -35,7 +38,7 @@ class Entry(NamedTuple):
     sent to other ranks.  ``inputs`` and ``outputs`` are (storage number, bytes), the same number wherever the same
     storage is seen.  ``drops``: the call makes a dropout mask.  ``scores``: those that attention makes.  ``ranks``:
     how many a gather or an exchange of rows is among; 0: not known, the tensor-parallel ones.  ``group``: the name of
-    a collective's process group.
+    a collective's process group.  ``stretch``: of a block, as its wiring names them; "" outside of blocks.
     """
 
     op: str
@@ -53,6 +56,7 @@ class Entry(NamedTuple):
     scores: int = 0
     ranks: int = 0
     group: str = ""
+    stretch: str = ""
 
     @property
     def moved(self) -> int:
@@ -81,6 +85,34 @@ def add_up(entries: Iterable[Entry]) -> Row:
     return Row(len(entries), **{field: sum(getattr(e, field) for e in entries) for field in Row._fields[1:]})
 
 
+class _Stretches:
+    """The stretch of a block that runs now.  Nodes of autograd are numbered in the order in which they are made, so a
+    node's number says in which stretch that was."""
+
+    def __init__(self) -> None:
+        self._starts, self._names = [0], [""]  # the number of the first node of each stretch, and its name
+        self._backward = self._previous = ""  # what a backward pass said that begins; the stretch of the op before
+
+    def begin(self, stretch: str) -> None:
+        node = torch._C._current_autograd_node()
+        if node is not None and not torch.is_grad_enabled():
+            self._backward = stretch
+        else:
+            self._starts.append(torch.autograd._get_sequence_nr())
+            self._names.append(stretch)
+
+    @property
+    def current(self) -> str:
+        if torch._C._current_graph_task_id() < 0:
+            return self._names[-1]
+        node = torch._C._current_autograd_node()
+        if self._backward or node is None:
+            return self._backward or self._previous
+        stretch = self._names[bisect.bisect_right(self._starts, node._sequence_nr()) - 1]
+        self._previous = stretch or self._previous
+        return self._previous
+
+
 class Ledger(TorchDispatchMode):
     """Records every op while it is on: ``with Ledger() as ledger``.
 
@@ -95,6 +127,16 @@ class Ledger(TorchDispatchMode):
         # by address of the Python object, which lives as long as the storage
         self._storages: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._count = 0
+        self._stretches = _Stretches()
+
+    def __enter__(self) -> "Ledger":
+        WATCHERS.append(self._stretches.begin)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        WATCHERS.remove(self._stretches.begin)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -134,6 +176,7 @@ class Ledger(TorchDispatchMode):
                 scores=cost.scores,
                 ranks=_ranks(name, args),
                 group=next((a for a in reversed(args) if isinstance(a, str)), "") if wire else "",
+                stretch=self._stretches.current,
             )
             self.entries.append(entry)
         return outputs

@@ -69,7 +69,7 @@ class Shape(NamedTuple):
 
     @property
     def mlp_name(self) -> str:
-        """What stands for the MLP, in a word."""
+        """The name of the MLP, or of what stands for it."""
         return "MLP" if self.experts is None else "experts"
 
     @property

@@ -313,7 +313,7 @@ def _calls(run: StageRun) -> PieceCalls:
 
 def bare(e: Entry) -> Entry:
     """Returns an entry reduced to the fields that calls of equal cost share."""
-    return e._replace(inputs=(), outputs=(), seconds=0.0)
+    return e._replace(inputs=(), outputs=(), seconds=0.0, stretch="")
 
 
 def _sum(*terms: tuple[int, PieceCalls]) -> PieceCalls:
