@@ -70,6 +70,9 @@ def factors(world, path, sequence_parallel, call, autocast=False):
         loss = model(**call).loss
     loss.backward()
     kfac.step()
+    for curvature in kfac._curvature.values():  # what would wait for a bubble: 1 / R of both matrices
+        sizes, elements = curvature.size, sum(curvature.placement.spec.shape)
+        assert sizes.x.numel() + sizes.dy.numel() <= 22 * elements / world.size  # 21 rows, and one of padding
     names = [name for name, _ in model.named_parameters() if name.startswith("blocks") and "norm" not in name]
     states = [kfac.state[p] for p in kfac.matrices.parameters()]
     return {name: (state["input"], state["output"]) for name, state in zip(names, states, strict=True)}

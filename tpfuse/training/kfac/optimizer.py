@@ -1,6 +1,7 @@
 """KFAC: gradients of linear layers' weights times the inverses of two factors of their curvature."""
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from ...kernels.runtime.errors import check
 from ...kernels.runtime.op import acc_dtype
 from ...kernels.runtime.rules import NOT_NEGATIVE, POSITIVE, check_numbers, integer, listed, number
 from ...layers.linear import ColumnProjection, RowParallelLinear
-from ...pipeline import Work
+from ...pipeline import Filling, Work
 from ...ranks.messages import together
 from ..matrices import WholeMatrices
 from .bubbles import check_copies, pieces, stages_of
@@ -121,11 +122,7 @@ class KFAC(torch.optim.Optimizer):
                 loss = closure()
         self.matrices.gather_gradients()
         if self._moment.filler is not None:
-            placed = {id(piece.run) for piece in self._moment.filler.filling.work}
-            check(
-                all(id(piece.run) in placed for piece in self._work),
-                "KFAC: the pipeline's filling has not all pieces of the latest KFAC.work(...)",
-            )
+            self._check_placed(self._moment.filler.filling)
         elif self._moment.due:
             self._check_captured()
             for p in self._curvature:
@@ -138,6 +135,11 @@ class KFAC(torch.optim.Optimizer):
             group["steps"] += 1
         self._moment.due = self.param_groups[0]["steps"] % self.param_groups[0]["refresh"] == 0
         return loss
+
+    def _check_placed(self, filling: Filling) -> None:
+        """ValueError, the same on every rank, for a filling without some pieces of the latest ``work``."""
+        count, placed = (Counter((piece.rank, piece.run) for piece in work) for work in (self._work, filling.work))
+        check(count <= placed, "KFAC: the pipeline's filling has not all pieces of the latest KFAC.work(...)")
 
     def _check_captured(self) -> None:
         """ValueError on every tensor-parallel rank that names weights whose factors would be of no rows."""
