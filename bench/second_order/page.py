@@ -30,19 +30,15 @@ def best(row: dict[str, Any]) -> dict[str, Any]:
     return min(row["runs"], key=lambda run: run["held_out"][-1][1])
 
 
-def step_seconds(row: dict[str, Any]) -> float:
-    """Returns the planned seconds of a step: passes, and the optimizer after them."""
-    return row["seconds"] + best(row)["optimizer"]
+def step_seconds(row: dict[str, Any], rows: list[dict[str, Any]]) -> float:
+    """Returns the planned seconds of a step: the passes, which are the same under every optimizer, so that their
+    fastest measurement counts, and the optimizer after them."""
+    return min(other["seconds"] for other in rows) + best(row)["optimizer"]
 
 
-def seconds_to(row: dict[str, Any], bits: float) -> float | None:
-    """Returns the planned seconds until so few bits were first validated; None if they never were."""
-    steps = next((step for step, held_out in best(row)["held_out"] if held_out <= bits), None)
-    return None if steps is None else steps * step_seconds(row)
-
-
-def line(row: dict[str, Any], bits: float) -> list[str]:
-    run, seconds, reached = best(row), step_seconds(row), seconds_to(row, bits)
+def line(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
+    run, seconds, bits = best(row), step_seconds(row, rows), best(rows[0])["held_out"][-1][1]
+    steps = next((step for step, held_out in run["held_out"] if held_out <= bits), None)
     cells = [row["name"], f"{run['rate']:g}", f"{run['held_out'][-1][1]:.3f}"]
     if row["work"]:
         outside = f"{1e3 * (seconds + row['work'] / row['steps']):.0f}"
@@ -51,14 +47,13 @@ def line(row: dict[str, Any], bits: float) -> list[str]:
         cells += ["", ""]
         outside = ""
     cells += [f"{1e3 * run['optimizer']:.0f}", f"{1e3 * seconds:.0f}", outside]
-    return [*cells, "not reached" if reached is None else f"{reached:.1f}"]
+    return [*cells, "not reached" if steps is None else f"{steps * seconds:.1f}"]
 
 
 def table_of(result: dict[str, Any]) -> str:
     if not result:
         return f"Second-order optimizers in bubbles: {NOT_YET}."
-    bits = best(result["rows"][0])["held_out"][-1][1]
-    return documents.table(HEADS, [line(row, bits) for row in result["rows"]])
+    return documents.table(HEADS, [line(row, result["rows"]) for row in result["rows"]])
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -72,7 +67,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     for row in result["rows"]:
         steps, bits = zip(*best(row)["held_out"], strict=True)
         axes[0].plot(steps, bits, label=row["name"])
-        axes[1].plot([n * step_seconds(row) for n in steps], bits)
+        axes[1].plot([n * step_seconds(row, result["rows"]) for n in steps], bits)
     axes[0].set(xlabel="step", ylabel="held out, bits per byte")
     axes[1].set(xlabel="planned seconds", xlim=0)
     axes[0].legend(fontsize=7)
