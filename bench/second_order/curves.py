@@ -1,4 +1,4 @@
-"""What is learnt by K-FAC and Shampoo in the bubbles of a pipeline, and by AdamW, over steps and over planned seconds.
+"""Curves of K-FAC and Shampoo in the bubbles of a pipeline, and of AdamW, over steps and over planned seconds.
 
     python -m bench.second_order.curves --json bench/results/second_order.json
 
@@ -47,7 +47,7 @@ RATES = {"AdamW": (4e-3, 2e-3, 8e-3), "K-FAC": (4e-3, 2e-3, 8e-3), "Shampoo": (8
 
 class Options(NamedTuple):
     steps: int
-    every: int
+    interval: int  # of steps between validations
     schedule: str
     rates: int
 
@@ -64,8 +64,8 @@ class Run:
         self.options, self.rate = options, rate
         self.model = GPT(config_of(types.SimpleNamespace(**SHAPE)), stage=stage, seed=0).train()
         self.pipeline: Pipeline = schedule(self.model, mesh, options.schedule, MICRO_BATCHES)
-        self.optimizer, rest = getattr(self, f"_{name.replace('-', '').lower()}")()
-        self.optimizers = self.optimizer, torch.optim.AdamW(rest, lr=REST, betas=(0.9, 0.95), weight_decay=0.1)
+        self.optimizer, remaining = getattr(self, f"_{name.replace('-', '').lower()}")()
+        self.optimizers = self.optimizer, torch.optim.AdamW(remaining, lr=REST, betas=(0.9, 0.95), weight_decay=0.1)
         self.text = _text()
 
     def _adamw(self) -> tuple[Any, list[Any]]:
@@ -170,7 +170,7 @@ def trained(options: Options, name: str, rate: float, plan: Plan) -> dict[str, A
         seconds.append(run.step(number)[1])
         if number == 0:  # which makes all factors, and Shampoo's statistics
             run.pipeline.fill(plan.filling(run))
-        if (number + 1) % options.every == 0:
+        if (number + 1) % options.interval == 0:
             held_out.append([number + 1, run.held_out()])
     medians = gather(statistics.median(seconds[1:]), run.pipeline.group)
     if dist.get_rank() == 0:

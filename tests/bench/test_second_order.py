@@ -37,6 +37,6 @@ def test_a_tiny_run(ranks):
 
 
 def tiny(world):
-    options = curves.Options(steps=3, every=3, schedule="gpipe", rates=1)
+    options = curves.Options(steps=3, interval=3, schedule="gpipe", rates=1)
     rows = [(name, curves.trained(options, name, 1e-3, curves.planned(options, name))) for name in curves.RATES]
     return [(name, result["held_out"], result["optimizer"]) for name, result in rows]

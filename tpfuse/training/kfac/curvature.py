@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ...pipeline import Pipeline
 
 INPUT, OUTPUT = SIDES = "input", "output"  # of A and of G
-State = dict[str, Any]  # a weight's, in the optimizer
+State = dict[str, Tensor]  # a weight's, in the optimizer
 
 
 class Rows(NamedTuple):
