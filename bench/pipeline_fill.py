@@ -69,6 +69,7 @@ class Run:
             block_size=options.hidden,
             use_svd=True,
         )
+        self.roots = Roots(self.pipeline, self.optimizer, self._refreshed)
 
     def step(self) -> float:
         """Returns the loss."""
@@ -86,14 +87,25 @@ class Run:
         self.optimizer.zero_grad()
         return timeline
 
-    def roots(self) -> list[Callable[[], None]]:
-        """Returns what makes each inverse root of this rank's parameters."""
+    def _refreshed(self, number: int) -> None:
+        self.refreshed.setdefault(number, []).append(self.step_number)
+
+
+class Roots:
+    """The inverse roots of a rank's ScalableShampoo as work in a pipeline's bubbles; ``refreshed`` is told the number
+    of each that is made."""
+
+    def __init__(self, pipeline: Pipeline, optimizer: Any, refreshed: Callable[[int], None]):
+        self.pipeline, self.optimizer, self.refreshed = pipeline, optimizer, refreshed
+
+    def runs(self) -> list[Callable[[], None]]:
+        """Returns what makes each root."""
         preconditioners = [state["pre_conditioner"] for state in self.optimizer.state.values()]
         return [_root(layer, i) for layer in preconditioners for i in range(len(layer.statistics))]
 
     def work(self, measured: list[list[float]]) -> list[Work]:
         """The pieces of all ranks, of which this one's can be run; ``measured``: their seconds, by rank."""
-        roots, pieces = self.roots(), []
+        roots, pieces = self.runs(), []
         this_rank = self.pipeline.group.rank()
         for rank, seconds in enumerate(measured):
             for i, duration in enumerate(seconds):
@@ -104,7 +116,7 @@ class Run:
     def _refresh(self, number: int, root: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
             root()
-            self.refreshed.setdefault(number, []).append(self.step_number)
+            self.refreshed(number)
 
         return run
 
@@ -113,14 +125,15 @@ class Run:
         preconditioners = [state["pre_conditioner"] for state in self.optimizer.state.values()]
         sizes = [len(matrix) for layer in preconditioners for matrix in layer.statistics]
         times: dict[int, list[float]] = {}
-        for size, root in zip(sizes, self.roots()):
+        for size, root in zip(sizes, self.runs()):
             begin = time.perf_counter()
             root()
             times.setdefault(size, []).append(time.perf_counter() - begin)
         medians = torch.tensor([statistics.median(times[size]) for size in sizes], dtype=torch.float64)
-        if self.options.tp > 1:
-            dist.all_reduce(medians, group=self.pipeline.model.tp.group)
-        return gather((medians / self.options.tp).tolist(), self.pipeline.group)
+        tp = self.pipeline.model.tp
+        if tp.size > 1:
+            dist.all_reduce(medians, group=tp.group)
+        return gather((medians / tp.size).tolist(), self.pipeline.group)
 
 
 def _root(roots: Any, i: int) -> Callable[[], None]:
@@ -161,9 +174,9 @@ def measured(options: Options) -> dict[str, Any]:
         run = Run(options)
         run.step()  # the optimizer's statistics are made in its first step
         if plan is None:
-            plan = warm.timeline(), warm.seconds()
+            plan = warm.timeline(), warm.roots.seconds()
         timeline, seconds = plan
-        work = run.work(seconds)
+        work = run.roots.work(seconds)
         filling = fill(timeline, work)
         steps = options.cycles * filling.steps
         run.refreshed.clear()

@@ -21,12 +21,14 @@ from .training.delayed_gradients import DelayedGradients
 from .training.dtensor import as_dtensor
 from .training.expert_load import balance_experts
 from .training.foreign.guard import guard_torch
+from .training.kfac import KFAC
 from .training.main_grad import MainGrad
 from .training.matrices import WholeMatrices
 from .training.ok_topk import OkTopk, ok_topk_hook
 from .training.optim import clip_grad_norm_, param_groups
 
 __all__ = [
+    "KFAC",
     "AcceleratorMixin",
     "DelayedGradients",
     "MainGrad",

@@ -39,13 +39,13 @@ class Pipeline:
     def __init__(self, model: Any, group: dist.ProcessGroup, order: Order, *, bitwise: bool):
         self.model, self.group, self.order = model, group, order
         self.trees = GradientTrees(model, order.micro_batches, self._dp) if bitwise else None
-        self._micro_batch = 0  # of the pass that runs
+        self.micro_batch = 0  # of the backward pass that runs
         if self.trees is not None:
             take_head_gradients(model, self._of_head)
         self.splits = EVERY[order.schedule].split
         self.store, self.shards = WeightGradients(), Shards(model)
         self._runtimes: dict[tuple[Any, ...], Runtime] = {}
-        self._filler: Filler | None = None
+        self.filler: Filler | None = None
         name = f"pipeline {order.schedule}"
         self._agreement = Agreement(Header(name, axis="pipeline"), each_call=True)
         self._of_replicas = Agreement(Header(name, axis="data-parallel"), each_call=True)
@@ -86,8 +86,12 @@ class Pipeline:
         Gradients are made as by ``step``.
         """
         passes: Passes = []
-        with failures.naming_lost_ranks(self.order, self.group, self._dp):
-            self._run(dict(arguments, input_ids=input_ids), backward=True, passes=passes)
+        filler, self.filler = self.filler, None
+        try:
+            with failures.naming_lost_ranks(self.order, self.group, self._dp):
+                self._run(dict(arguments, input_ids=input_ids), backward=True, passes=passes)
+        finally:
+            self.filler = filler
         return simulate(self.order, *self._seconds(passes))
 
     def fill(self, filling: Filling | None) -> None:
@@ -96,7 +100,8 @@ class Pipeline:
 
         A piece runs right before the pass after its bubble, whose input is on its way by then.  Passes keep their
         order: a piece that takes longer than its ``seconds`` lengthens the step.  Every rank runs its own pieces, which
-        must send nothing and leave parameters and gradients alone.  ValueError for a filling of another order, and for
+        must leave parameters and gradients alone, and may send only to ranks with the same pieces: the tensor-parallel
+        ranks and replicas of its stages.  ValueError for a filling of another order, and for
         work that depends on another rank.
         """
         check(
@@ -104,7 +109,7 @@ class Pipeline:
             "pipeline: the filling is of another order; fill the timeline of pipeline.measure(...), or one that"
             " simulate(pipeline.order, ...) makes",
         )
-        self._filler = None if filling is None else Filler(filling, self.group.rank())
+        self.filler = None if filling is None else Filler(filling, self.group.rank())
 
     def _run(self, arguments: Mapping[str, Any], *, backward: bool, passes: Passes | None = None) -> Tensor:
         model, name = self.model, f"pipeline {self.order.schedule}"
@@ -112,7 +117,7 @@ class Pipeline:
         calls = self._agreed(arguments, mains, backward=backward)
         sums = backward and not mains  # MainGrad sums gradients itself
         earlier = self._set_aside() if sums else {}
-        filler = self._filler if backward and passes is None else None
+        filler = self.filler if backward else None
         try:
             with self.shards.gathered(backward=backward):
                 runtime = self._runtime(calls[0], backward)
@@ -266,14 +271,14 @@ class Pipeline:
     @contextlib.contextmanager
     def _around(self, kind: str, micro_batch: int) -> Iterator[None]:
         """Runs a pass, whose gradients are then those of a micro-batch."""
-        self._micro_batch = micro_batch
+        self.micro_batch = micro_batch
         yield
         if self.trees is not None and kind != FORWARD:
             self.trees.take(micro_batch)
 
     def _of_head(self, p: nn.Parameter, gradient: Tensor) -> None:
         assert self.trees is not None
-        self.trees.add(p, gradient, self._micro_batch, HEAD)
+        self.trees.add(p, gradient, self.micro_batch, HEAD)
 
     @property
     def _dp(self) -> dist.ProcessGroup | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..kernels.attn.options import TENSORS, Options, check_options
 from ..kernels.gemm.op import check_linear
 from ..kernels.norm import Recompute
+from ..kernels.runtime.captures import captures
 from ..kernels.runtime.deferred import Later, detached, later
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.function import Function, once_differentiable
@@ -47,6 +48,7 @@ class _GatherAttentionExchange(Function):
         parts, *tensors = overlapped.gather_attention_exchange_fwd(n, weights, options, tp)
         save(ctx, (w, w_out, *tensors, *options[:TENSORS]), SavedInput.of(n, recompute, tp))
         ctx.args, ctx.mains, ctx.deferral = (heads, options[TENSORS:], dtype_of(b), tp), mains(w, w_out), deferral
+        ctx.captures = captures(w, w_out)
         return parts
 
     @staticmethod

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..kernels.gemm.op import activation_bwd, check_linear
 from ..kernels.norm import Recompute
+from ..kernels.runtime.captures import captures
 from ..kernels.runtime.deferred import Later, detached, later
 from ..kernels.runtime.function import Function, once_differentiable
 from ..kernels.runtime.main_grad import mains
@@ -41,6 +42,7 @@ class GatherLinear(Function):
         y, z = form.gather_linear_fwd(n, LinearWeights(w, b, activation), tp)
         save(ctx, (w, None if activation == "none" else z), SavedInput.of(n, recompute, tp))
         ctx.args, ctx.mains, ctx.deferral = (activation, dtype_of(b), tp, form), mains(w, None), deferral
+        ctx.captures = captures(w, None)
         return y
 
     @staticmethod

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..kernels.gemm.activation import width
 from ..kernels.gemm.op import check_linear
 from ..kernels.norm import Recompute
+from ..kernels.runtime.captures import captures
 from ..kernels.runtime.deferred import Later, detached, later
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.function import Function, once_differentiable
@@ -48,6 +49,7 @@ class GatherMLPExchange(Function):
         parts, z, a = form.gather_mlp_exchange_fwd(n, mlp, keep=keep, tp=tp)
         save(ctx, (w1, w2, z, a), SavedInput.of(n, recompute, tp))
         ctx.args, ctx.mains, ctx.deferral = (activation, dtype_of(b1), tp, form), mains(w1, w2), deferral
+        ctx.captures = captures(w1, w2)
         return parts
 
     @staticmethod

@@ -19,6 +19,7 @@ from ..kernels.experts.grouped import experts_wgrad, experts_wgrad_add
 from ..kernels.experts.records import Sides
 from ..kernels.gemm.op import linear_wgrad, linear_wgrad_add
 from ..kernels.norm import Recompute, norm_apply
+from ..kernels.runtime.captures import Receive
 from ..kernels.runtime.deferred import Later
 from ..kernels.runtime.main_grad import Main
 from ..kernels.runtime.op import acc_dtype
@@ -136,6 +137,9 @@ class WeightGrad(NamedTuple):
     dtype: torch.dtype
     bias: torch.dtype | None
 
+    def gathered(self) -> "WeightGrad":
+        return self
+
     def run(self) -> tuple[Tensor, Tensor | None]:
         """Returns dW [N, K] and db [N]."""
         dw, db = linear_wgrad(*self)
@@ -156,12 +160,12 @@ class GatheredWeightGrad(NamedTuple):
     bias: torch.dtype | None
 
     def run(self) -> tuple[Tensor, Tensor | None]:
-        return self._gathered().run()
+        return self.gathered().run()
 
     def add_to(self, total: Tensor) -> Tensor | None:
-        return self._gathered().add_to(total)
+        return self.gathered().add_to(total)
 
-    def _gathered(self) -> WeightGrad:
+    def gathered(self) -> WeightGrad:
         return WeightGrad(self.dy, self.n.rows(), self.dtype, self.bias)
 
 
@@ -225,6 +229,20 @@ def adding(weight: Add | None, out_weight: Add | None) -> Run:
     return run_adding
 
 
+def handing_over(run: Run, weight: Receive | None, out_weight: Receive | None) -> Run:
+    """Returns ``run`` after a weight's matrices were handed to what receives them."""
+
+    def run_handing_over(name: str, work: WeightWork) -> tuple[Tensor | None, Tensor | None]:
+        receive = weight if name == "weight" else out_weight
+        if receive is not None:
+            assert isinstance(work, WeightGrad | GatheredWeightGrad)  # others' weights are not captured
+            work = work.gathered()
+            receive(work.dy, work.x)
+        return run(name, work)
+
+    return run_handing_over
+
+
 class WantedGrads(NamedTuple):
     """The weights whose gradients backward computes: that of the linear layer whose input is gathered (``weight``) and
     of the one whose output is scattered (``out_weight``); and the dtype of the bias's gradient, None without it.
@@ -246,7 +264,8 @@ class WantedGrads(NamedTuple):
 
         ``inputs``: the names of forward's inputs after x.  ``bias``: the dtype of the bias.
         """
-        return WantedGrads.of_pair(inputs, ctx.needs_input_grad[1:], ctx.deferral, ctx.mains, bias=bias)
+        grads = WantedGrads.of_pair(inputs, ctx.needs_input_grad[1:], ctx.deferral, ctx.mains, bias=bias)
+        return grads if ctx.captures is None else grads._replace(run=handing_over(grads.run, *ctx.captures))
 
     @staticmethod
     def of_pair(
@@ -280,12 +299,13 @@ class WantedGrads(NamedTuple):
 def _deferring(deferral: Later) -> Run:
     """Returns a ``run`` that leaves the work in a store."""
     weight, out_weight = deferral.mains or (None, None)
+    run_now = adding(*(None if main is None else main.add for main in (weight, out_weight)))
+    if (receivers := deferral.captures) is not None:
+        run_now = handing_over(run_now, *receivers)
 
     def defer(name: str, work: WeightWork) -> tuple[None, None]:
-        main = weight if name == "weight" else out_weight
-
         def make() -> None:
-            dw, db = work.run() if main is None else (None, main.add(work.add_to))
+            dw, db = run_now(name, work)
             deferral.give(name, dw)
             deferral.give("bias", db)
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ..kernels.gemm.op import check_linear
+from ..kernels.runtime.captures import captures
 from ..kernels.runtime.deferred import Later, later
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.function import Function, once_differentiable
@@ -27,6 +28,7 @@ class LinearExchange(Function):
     def forward(ctx: Any, x: Tensor, w: Tensor, tp: TensorParallel, form: Form, deferral: Later | None) -> Tensor:
         ctx.save_for_backward(x, w)
         ctx.args, ctx.mains, ctx.deferral = (tp, form), mains(None, w), deferral
+        ctx.captures = captures(None, w)
         return form.linear_exchange_fwd(x, w, tp)
 
     @staticmethod

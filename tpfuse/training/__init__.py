@@ -7,6 +7,7 @@ delayed_gradients  DelayedGradients: gradients one step late in one process
 dtensor        parameters as DTensors, for FSDP2
 expert_load    balance_experts: biases of routers by the load of their experts
 foreign/       torch's own tools on split parameters: right, or refused
+kfac/          KFAC: gradients times inverse factors of curvature, in a pipeline's bubbles too
 main_grad      MainGrad: gradients in fp32 over micro-batches, and fp32 weights
 micro_batches  MicroBatchReplica: gradients of micro-batches as a binary tree over all replicas
 matrices       whole weight matrices, for Muon and its like

@@ -1,6 +1,7 @@
 """Whole weight matrices for optimizers that need them, as Muon and Shampoo do."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -36,11 +37,15 @@ class WholeMatrices:
     ValueError for kv heads that several ranks hold, for parameters that are DTensors already, and under a MainGrad.
     """
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: nn.Module, *, only: Iterable[nn.Parameter] | None = None):
+        """``only``: the weights among those of ``module``; without it, all."""
         refuse(module.parameters(), _MAIN_GRAD)
-        self._sources: dict[str, tuple[nn.Parameter, Whole, nn.Parameter]] = {}
+        chosen = None if only is None else set(only)
+        self.sources: dict[str, tuple[nn.Parameter, Whole, nn.Parameter]] = {}
         for (name, spec, tp), p in zip(named_specs(module), module.parameters(), strict=True):
             if len(spec.shape) < 2 or name.endswith("bias"):  # a fused bias has its weight's shape but for the columns
+                continue
+            if chosen is not None and p not in chosen:
                 continue
             if isinstance(p, DTensor):
                 raise ValueError(f"WholeMatrices: {name} is a DTensor; make it before as_dtensor and fully_shard")
@@ -51,15 +56,15 @@ class WholeMatrices:
                 )
             placement = Whole(_matrix_spec(spec), tp)
             matrix = nn.Parameter(_matrix(p.detach(), placement), requires_grad=p.requires_grad)
-            self._sources[name] = p, placement, matrix
+            self.sources[name] = p, placement, matrix
 
     def parameters(self) -> list[nn.Parameter]:
         """Returns the matrices, for the optimizer."""
-        return [matrix for *_, matrix in self._sources.values()]
+        return [matrix for *_, matrix in self.sources.values()]
 
     def others(self, module: nn.Module) -> list[nn.Parameter]:
         """Returns the parameters of ``module`` that are not here, for another optimizer."""
-        mine = {p for p, *_ in self._sources.values()}
+        mine = {p for p, *_ in self.sources.values()}
         return [p for p in module.parameters() if p not in mine]
 
     @torch.no_grad()
@@ -68,13 +73,13 @@ class WholeMatrices:
 
         ValueError on every rank where a parameter has a gradient on some ranks only.
         """
-        refuse((p for p, *_ in self._sources.values()), _MAIN_GRAD)
-        group = next((placement.tp.group for _, placement, _ in self._sources.values() if placement.tp.size > 1), None)
+        refuse((p for p, *_ in self.sources.values()), _MAIN_GRAD)
+        group = next((placement.tp.group for _, placement, _ in self.sources.values() if placement.tp.size > 1), None)
         if group is not None:
-            absent = names([name for name, (p, *_) in self._sources.items() if p.grad is None])
+            absent = names([name for name, (p, *_) in self.sources.items() if p.grad is None])
             compare = agreement_of(group, "WholeMatrices.gather_gradients", each_call=True)
             compare(group, {"parameters without a gradient": absent}, {})
-        for p, placement, matrix in self._sources.values():
+        for p, placement, matrix in self.sources.values():
             if local(matrix).data_ptr() != p.data_ptr():  # a step under 2bw has given the parameter other memory
                 matrix.data = _matrix(p.detach(), placement)
             grad = None if p.grad is None else _matrix(p.grad, placement)

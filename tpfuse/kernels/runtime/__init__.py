@@ -1,5 +1,6 @@
 """The base of every kernel: registration of ops, launches, tuned parameters, Philox, the one import of Triton.
 
+captures    inputs of linear layers and gradients of their outputs, handed over
 counters    counters that tell which program of a kernel is the last
 deferred    gradients of weights handed over as work
 device      Triton functions that several kernels use

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from .captures import Receive, captures
 from .main_grad import Main, mains
 
 
@@ -71,6 +72,11 @@ class Later(NamedTuple):
     def mains(self) -> tuple[Main | None, ...] | None:
         """The places in fp32 of the weight and of the out_weight."""
         return mains(self.weight, self.out_weight)
+
+    @property
+    def captures(self) -> tuple[Receive | None, ...] | None:
+        """The functions that receive the matrices of the gradients of the weight and of the out_weight."""
+        return captures(self.weight, self.out_weight)
 
     def needs_gradient(self, name: str) -> bool:
         """Returns whether the tensor ``name`` is to get a gradient."""

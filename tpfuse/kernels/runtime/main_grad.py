@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from .captures import mark_cast
+
 T = TypeVar("T")
 
 
@@ -145,7 +147,10 @@ def _stands_for(w: Tensor) -> tuple[Tensor, GradientSlot | None]:
 def cast(w: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns ``w.to(dtype)``, which stands for the same parameter."""
     result = w.to(dtype)
-    if not torch.compiler.is_compiling() and PLACES and result is not w:
+    if torch.compiler.is_compiling() or result is w:
+        return result
+    mark_cast(result, w)
+    if PLACES:
         leaf, place = _stands_for(w)
         if place is not None:
             setattr(result, _STANDS_FOR, (leaf, place))

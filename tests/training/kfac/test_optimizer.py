@@ -1,0 +1,207 @@
+"""KFAC's steps: the same at every tensor-parallel size and over replicas, resumed bit for bit, and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tpfuse
+from tests.common import assert_equal, error, make_tp
+from tests.models.common import STEP_CONFIG, batch, default_dtype, whole
+from tests.pipeline.common import said
+from tests.planted import planted
+from tpfuse import KFAC, TensorParallel
+from tpfuse.models import GPT
+
+F64 = torch.float64
+GATED = replace(STEP_CONFIG, gated=True, num_kv_heads=4)  # every weight of another number of dimensions
+OPTIONS = dict(lr=0.01, weight_decay=0.1, refresh=2)
+
+
+def call_of(step, rows=4):
+    return batch(GATED, size=rows, seed=step)
+
+
+def made(tp=None, dtype=F64, config=GATED, **options):
+    with default_dtype(dtype):
+        model = GPT(config, tp=tp, **options)
+    kfac = KFAC(model, **OPTIONS)
+    return model, kfac, torch.optim.SGD(kfac.remaining(model), lr=0.1)
+
+
+def stepped(model, kfac, others, steps):
+    for step in steps:
+        model(**call_of(step), step=step).loss.backward()
+        kfac.step()
+        others.step()
+        model.zero_grad()
+    return whole(model)
+
+
+def training(world, sequence_parallel=True):
+    return stepped(*made(make_tp(world, sequence_parallel)), range(3))
+
+
+def largest(found, exact):
+    return max(error(found[name], exact[name]) for name in exact)
+
+
+@pytest.mark.parametrize(
+    "R, sequence_parallel",
+    [(2, True), pytest.param(2, False, marks=pytest.mark.slow), pytest.param(4, True, marks=pytest.mark.slow)],
+)
+def test_the_same_at_every_size(ranks, R, sequence_parallel):
+    (exact,) = ranks(1, training)
+    with default_dtype(F64):
+        start = whole(GPT(GATED))
+    assert error(exact["blocks.0.mlp.fc1.weight"], start["blocks.0.mlp.fc1.weight"]) > 0.01
+    assert all(largest(found, exact) < 1e-12 for found in ranks(R, training, sequence_parallel))
+
+
+def unexchanged(right, self, side):
+    """Each rank's own columns in the place of its rows of all."""
+    return right(self, torch.zeros_like(side)) + side.repeat(1, self.placement.tp.size)[:: self.placement.tp.size]
+
+
+def mistaken(world):
+    with planted("tpfuse.training.kfac.curvature.Curvature._exchanged", unexchanged):
+        return training(world)
+
+
+def test_a_factor_of_own_columns_is_seen(ranks):
+    (exact,) = ranks(1, training)
+    assert all(largest(found, exact) > 1e-4 for found in ranks(2, mistaken))
+
+
+def of_replicas(world):
+    """Each replica has half of the rows."""
+    mesh = world.mesh(2, world.size // 2)
+    with default_dtype(F64):
+        model = GPT(GATED, tp=TensorParallel(mesh["tp"]), dp=mesh["dp"])
+    replica = tpfuse.data_parallel(model, mesh["dp"])
+    kfac = KFAC(model, **OPTIONS)
+    others = torch.optim.SGD(kfac.remaining(model), lr=0.1)
+    rows = slice(2 * mesh["dp"].get_local_rank(), 2 * mesh["dp"].get_local_rank() + 2)
+    for step in range(3):
+        call = {key: x[rows] for key, x in call_of(step).items()}
+        count = (call_of(step)["labels"][:, 1:] != -100).sum() / 2
+        replica(**call, step=step, loss_normalizer=count).loss.backward()
+        kfac.step()
+        others.step()
+        model.zero_grad()
+    return whole(model)
+
+
+@pytest.mark.parametrize("R", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_replicas_step_on_factors_of_all_rows(ranks, R):
+    (exact,) = ranks(1, training)
+    assert all(largest(found, exact) < 1e-12 for found in ranks(R, of_replicas))
+
+
+def resumed(world, dtype):
+    """Five steps, and the last two of them again after a restart -> the weights of both."""
+    model, kfac, others = made(make_tp(world), dtype)
+    stepped(model, kfac, others, range(3))
+    saved = [x.state_dict() for x in (model, kfac, others)]
+    saved = torch.load(_file(saved), weights_only=True)
+    shapes = {tuple(x.shape) for state in kfac.state_dict()["state"].values() for x in state.values()}
+    exact = stepped(model, kfac, others, range(3, 5))
+    del model, kfac, others
+    again = made(make_tp(world), dtype)
+    for x, state in zip(again, saved, strict=True):
+        x.load_state_dict(state)
+    return exact, stepped(*again, range(3, 5)), shapes
+
+
+def _file(value):
+    import io
+
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return file
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(F64, marks=pytest.mark.slow)])
+def test_resumes_bit_for_bit(ranks, dtype):
+    """Factors of bf16 weights are fp32, and whole."""
+    for exact, again, shapes in ranks(2, resumed, dtype):
+        assert_equal(again, exact)
+        assert {(48, 48), (80, 80), (168, 168), (84, 84), (168, 48)} <= shapes
+
+
+def test_a_step_that_a_scaler_skips():
+    """Sums that are not finite, those of gradients, change no factor."""
+    model, kfac, others = made()
+    stepped(model, kfac, others, range(2))
+    before = {p: {key: x.clone() for key, x in state.items()} for p, state in kfac.state.items()}
+    (float("nan") * model(**call_of(2), step=2).loss).backward()
+    model.zero_grad()
+    model(**call_of(2), step=2).loss.backward()  # its sums are added to NaN
+    kfac.step()
+    for p, state in before.items():
+        assert all(torch.equal(kfac.state[p][key], x) for key, x in state.items() if key.startswith("output"))
+        assert all(x.isfinite().all() for x in kfac.state[p].values())
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_a_gradient_that_is_dropped():
+    """zero_grad forgets what its matrices have added."""
+    exact, found = made(), made()
+    model, kfac, _ = found
+    model(**call_of(7), step=0).loss.backward()
+    kfac.zero_grad()
+    model.zero_grad()
+    assert_equal(stepped(*found, range(2)), stepped(*exact, range(2)))
+
+
+def refused(world):
+    errors = {}
+    copied = GPT(replace(STEP_CONFIG, num_kv_heads=1), tp=make_tp(world))
+    errors["kv"] = said(lambda: KFAC(copied))
+    view = tpfuse.as_dtensor(GPT(STEP_CONFIG, tp=make_tp(world)), world.mesh(1, world.size))
+    errors["dtensor"] = said(lambda: KFAC(view))
+    errors["dp"] = said(lambda: KFAC(GPT(STEP_CONFIG)))
+    errors["bitwise"] = said(lambda: KFAC(GPT(STEP_CONFIG, tp=TensorParallel(world.group, bitwise=4))))
+    pieces = GPT(STEP_CONFIG, tp=TensorParallel(cp=world.pieces(1, world.size, 1)["cp"]))
+    errors["cp"] = said(lambda: KFAC(pieces))
+    model = GPT(STEP_CONFIG, tp=make_tp(world))
+    model(**batch(STEP_CONFIG)).loss.backward()
+    late = KFAC(model)
+    errors["late"] = said(late.step)
+    errors["twice"] = said(lambda: KFAC(model))
+    model(**batch(STEP_CONFIG)).loss.backward()
+    late.step()
+    errors["checkpoint"] = said(lambda: tpfuse.save_checkpoint("unused", model, late, step=1))
+    return errors
+
+
+def test_what_is_refused_says_why(ranks):
+    for found in ranks(2, refused):
+        assert "blocks.0.attention.qkv.kv is held by 2 ranks at tensor-parallel size 2" in found["kv"]
+        assert "blocks.0.attention.qkv.weight is a DTensor" in found["dtensor"]
+        assert "KFAC: 2 ranks are more than the 1 of tensor parallelism" in found["dp"]
+        assert "KFAC's sums are not by leaves" in found["bitwise"]
+        assert "KFAC is not built for context parallelism" in found["cp"]
+        assert "of blocks.0.attention.qkv.weight" in found["late"] and "have not been captured" in found["late"]
+        assert "KFAC: blocks.0.attention.qkv.weight has a KFAC already" in found["twice"]
+        assert "the optimizer holds" in found["checkpoint"]
+
+
+def test_refused_in_one_process():
+    adapted = tpfuse.add_lora(GPT(STEP_CONFIG), rank=2, alpha=4)
+    assert "KFAC: GPT has no weight of a parallel linear layer to train" in said(lambda: KFAC(adapted or GPT))
+    assert "lr must be at least 0" in said(lambda: KFAC(GPT(STEP_CONFIG), lr=-1.0))
+    model = GPT(STEP_CONFIG)
+    main = tpfuse.MainGrad(model)
+    assert "use it without a MainGrad" in said(lambda: KFAC(model))
+    del main
+
+
+def test_a_compiled_block_is_not_captured():
+    model = GPT(STEP_CONFIG)
+    for block in model.blocks:
+        block.compile(backend="eager")
+    kfac = KFAC(model)
+    model(**batch(STEP_CONFIG)).loss.backward()
+    assert "neither a compiled module" in said(kfac.step)

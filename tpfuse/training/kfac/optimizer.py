@@ -1,0 +1,225 @@
+"""KFAC: gradients of linear layers' weights times the inverses of two factors of their curvature."""
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ...kernels.runtime.captures import capture, captured_by
+from ...kernels.runtime.errors import check
+from ...kernels.runtime.op import acc_dtype
+from ...kernels.runtime.rules import NOT_NEGATIVE, POSITIVE, check_numbers, integer, listed, number
+from ...layers.linear import ColumnProjection, RowParallelLinear
+from ...pipeline import Filling, Work
+from ...ranks.messages import together
+from ..matrices import WholeMatrices
+from .bubbles import check_copies, pieces, stages_of
+from .curvature import SIDES, Curvature, Moment
+
+if TYPE_CHECKING:
+    from ...pipeline import Pipeline
+
+_RMS = 0.2
+_RULES = dict(
+    lr=NOT_NEGATIVE, momentum=number(0, 1, "[)"), weight_decay=NOT_NEGATIVE,
+    damping=POSITIVE, decay=number(0, 1, "[)"), refresh=integer(),
+)  # fmt: skip
+
+
+class KFAC(torch.optim.Optimizer):
+    """K-FAC (Martens & Grosse 2015, arXiv:1503.05671) for the weights of a model's column- and row-parallel linear
+    layers: queries, keys and values, attention's output and both of an MLP.  Other parameters, biases too, are for
+    another optimizer:
+
+        kfac = tpfuse.KFAC(model, lr=1e-3)
+        adamw = torch.optim.AdamW(kfac.remaining(model), lr=1e-3)
+        model(ids, labels=ids).loss.backward()
+        kfac.step()
+        adamw.step()
+
+    The update is M' = G^-1 M A^-1 of the gradient's ``momentum`` M.  A and G are means over the rows that the layers'
+    backward passes multiply (:mod:`.curvature` has the equations), in fp32, fp64 of fp64 weights; over steps a running
+    mean with ``decay``.  Both are made and inverted once in ``refresh`` steps.  ``damping``: what is added to a factor,
+    squared, over the square of its mean eigenvalue.  M' is scaled to a root mean square of 0.2, which is about that of
+    AdamW's update (Liu et al. 2025, arXiv:2502.16982), so that a learning rate and a decoupled ``weight_decay`` of
+    AdamW can be used.
+
+    Factors are those of whole weights: the update does not depend on the tensor-parallel size, and the state is whole
+    on every rank.  ``dp``: the data-parallel replicas, over whose rows factors are averaged; a model over pipeline
+    stages knows its own.
+
+    ValueError for a model without such weights to train (as with LoRA), kv heads that several ranks hold, DTensors,
+    a MainGrad, context parallelism, ``TensorParallel(bitwise=...)``, weights that have a KFAC, and for a world larger
+    than the tensor-parallel group without ``dp``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 1e-3,
+        *,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        damping: float = 0.1,
+        decay: float = 0.95,
+        refresh: int = 1,
+        dp: DeviceMesh | dist.ProcessGroup | None = None,
+    ):
+        numbers = dict(lr=lr, momentum=momentum, weight_decay=weight_decay, damping=damping, decay=decay)
+        check_numbers("KFAC", numbers | dict(refresh=refresh), _RULES)
+        self.matrices = WholeMatrices(model, only=_weights(model))
+        self._moment = Moment()
+        replicas = _replica_group(model, dp.get_group() if isinstance(dp, DeviceMesh) else dp)
+        self._curvature: dict[nn.Parameter, Curvature] = {}
+        for name, (p, placement, matrix) in self.matrices.sources.items():
+            check(captured_by(p) is None, f"KFAC: {name} has a KFAC already")
+            groups = [group for group in (placement.tp.group, replicas) if group is not None and group.size() > 1]
+            self._curvature[matrix] = Curvature(name, placement, groups, self._moment)
+            capture(p, self._curvature[matrix].receive)
+        self._work: list[Work] = []
+        super().__init__(self.matrices.parameters(), numbers | dict(refresh=refresh, steps=0))
+
+    def remaining(self, model: nn.Module) -> list[nn.Parameter]:
+        """Returns the parameters of ``model`` that are not here, for another optimizer."""
+        return self.matrices.others(model)
+
+    def work(self, pipeline: "Pipeline") -> list[Work]:
+        """Returns factors and inversions of all ranks as pieces of work, with measured seconds, for the bubbles of a
+        pipeline; each rank of the pipeline calls it, after a step of this optimizer.
+
+            timeline = pipeline.measure(ids, labels=ids)
+            pipeline.fill(fill(timeline, kfac.work(pipeline)))
+
+        The matrices of a filling's first step wait for their pieces; ``refresh`` then has no meaning: every factor is
+        made and inverted once in the filling's steps.  ValueError before the first step, and for weights that two
+        ranks of the pipeline hold.
+        """
+        check_copies(pipeline, self.matrices)
+        unknown = [c.name for c in self._curvature.values() if c.size is None]
+        check(not unknown, f"KFAC.work: make a step first, which tells the sizes of {listed(unknown)}")
+        self._moment.pipeline = pipeline
+        stages = dict(zip(self._curvature.values(), stages_of(pipeline, self.matrices), strict=True))
+        refreshes = {c: functools.partial(self._refresh, p) for p, c in self._curvature.items()}
+        self._work = pieces(pipeline, stages, refreshes)
+        return self._work
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the weights.  Every rank calls it.
+
+        ValueError on every rank where a weight has a gradient and its matrices have not been captured: a compiled
+        module, a LoRA adapter beside a weight that is trained, a KFAC that was made after the backward pass.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.matrices.gather_gradients()
+        if self._moment.filler is not None:
+            self._check_placed(self._moment.filler.filling)
+        elif self._moment.due:
+            self._check_captured()
+            for p in self._curvature:
+                for side in SIDES:
+                    self._refresh(p, side)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, group)
+            group["steps"] += 1
+        self._moment.due = self.param_groups[0]["steps"] % self.param_groups[0]["refresh"] == 0
+        return loss
+
+    def _check_placed(self, filling: Filling) -> None:
+        """ValueError, the same on every rank, for a filling without some pieces of the latest ``work``."""
+        count, placed = (Counter((piece.rank, piece.run) for piece in work) for work in (self._work, filling.work))
+        check(count <= placed, "KFAC: the pipeline's filling has not all pieces of the latest KFAC.work(...)")
+
+    def _check_captured(self) -> None:
+        """ValueError on every tensor-parallel rank that names weights whose factors would be of no rows."""
+        missing = [c.name for p, c in self._curvature.items() if p.grad is not None and not c.sums]
+        error = (
+            f"KFAC: the matrices of the gradient of {listed(missing)} have not been captured since the latest step:"
+            " KFAC(model) is made before the backward pass, and neither a compiled module nor a weight beside an"
+            " adapter is captured"
+        )
+        groups = dict.fromkeys(group for curvature in self._curvature.values() for group in curvature.groups)
+        together(lambda: check(not missing, error), groups)
+
+    def _refresh(self, p: nn.Parameter, side: str) -> None:
+        group = next(group for group in self.param_groups if any(p is q for q in group["params"]))
+        self._curvature[p].refresh(side, self.state[p], group["decay"], group["damping"])
+
+    def _update(self, p: nn.Parameter, group: Mapping[str, Any]) -> None:
+        """Moves this rank's slice of a matrix."""
+        curvature, state, dtype = self._curvature[p], self.state[p], acc_dtype(p)
+        assert p.grad is not None
+        gradient = (p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad).to(dtype)
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(gradient)
+        state["momentum"].mul_(group["momentum"]).add_(gradient)
+        update = curvature.precondition(state["momentum"], state)
+        update *= _RMS * update.numel() ** 0.5 / update.norm().clamp(min=torch.finfo(dtype).tiny)
+        (p.to_local() if isinstance(p, DTensor) else p).mul_(1 - group["lr"] * group["weight_decay"]).add_(
+            update[curvature.placement.spec.local(curvature.placement.tp)], alpha=-group["lr"]
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets the gradients of the model's weights that are here, and forgets what their matrices have added since
+        the latest step, as after a gradient that is not to be stepped on."""
+        super().zero_grad(set_to_none)
+        for p, *_ in self.matrices.sources.values():
+            if set_to_none:
+                p.grad = None
+            elif p.grad is not None:
+                p.grad.zero_()
+        if self._moment.filler is None:
+            for curvature in self._curvature.values():
+                curvature.sums.clear()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads a state, in its dtypes: torch would round factors to a weight's."""
+        super().load_state_dict(dict(state_dict))
+        for p, number_ in zip(self._curvature, sum((g["params"] for g in state_dict["param_groups"]), []), strict=True):
+            saved = state_dict["state"].get(number_, {})
+            self.state[p] = {key: value.to(p.device, copy=True) for key, value in saved.items()}
+        self._moment.due = self.param_groups[0]["steps"] % self.param_groups[0]["refresh"] == 0
+
+
+def _weights(model: nn.Module) -> list[nn.Parameter]:
+    """Returns the trained weights of the model's linear layers.  ValueError where there are none, or ones of which no
+    whole factor can be made."""
+    weights = []
+    for module in model.modules():
+        if isinstance(module, ColumnProjection | RowParallelLinear):
+            check(module.tp.cp is None, "KFAC is not built for context parallelism; use another optimizer")
+            check(
+                module.tp.bitwise is None, "KFAC's sums are not by leaves: leave bitwise off, or use another optimizer"
+            )
+            weights += [
+                p for leaf, p in module.named_parameters(recurse=False) if "bias" not in leaf and p.requires_grad
+            ]
+    check(len(weights) > 0, f"KFAC: {type(model).__name__} has no weight of a parallel linear layer to train")
+    return weights
+
+
+def _replica_group(model: nn.Module, dp: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Returns the ranks over whose rows factors are averaged.  ValueError where they are not known."""
+    groups: Any = getattr(model, "groups", None)
+    of_model = None if groups is None else groups.dp
+    if dp is not None or of_model is not None:
+        return of_model if dp is None else dp
+    sizes = [module.tp.size for module in model.modules() if isinstance(module, ColumnProjection | RowParallelLinear)]
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    check(
+        (groups is not None and groups.staged) or world <= max(sizes),
+        f"KFAC: {world} ranks are more than the {max(sizes)} of tensor parallelism, and replicas would step on"
+        " different factors; give their group: KFAC(model, dp=mesh['dp'])",
+    )
+    return None
