@@ -170,19 +170,19 @@ class DelayedPipeline(Pipeline):
     def _around(self, kind: str, micro_batch: int) -> Iterator[None]:
         count = self.order.micro_batches
         batch = self._running = self._halves[micro_batch // count]
-        self._micro_batch = micro_batch % count
+        self.micro_batch = micro_batch % count
         with batch.version.in_place():
             yield
         if kind == FORWARD:
             added = self.model.stages.take_added()
             batch.added += [] if added is None else [added]
         else:
-            batch.take(self._micro_batch)
+            batch.take(self.micro_batch)
 
     def _of_head(self, p: nn.Parameter, gradient: Tensor) -> None:
         batch = self._running
         assert batch is not None and batch.trees is not None
-        batch.trees.add(batch.version.parameters[p], gradient, self._micro_batch, HEAD)
+        batch.trees.add(batch.version.parameters[p], gradient, self.micro_batch, HEAD)
 
     # ---- what is refused ----
 

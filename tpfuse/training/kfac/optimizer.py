@@ -146,8 +146,8 @@ class KFAC(torch.optim.Optimizer):
         missing = [c.name for p, c in self._curvature.items() if p.grad is not None and not c.sums]
         error = (
             f"KFAC: the matrices of the gradient of {listed(missing)} have not been captured since the latest step:"
-            " KFAC(model) is made before the backward pass, and neither a compiled module nor a weight beside an"
-            " adapter is captured"
+            " KFAC(model) is made before the backward pass, and neither a compiled module, a weight beside an adapter"
+            " nor the schedule 2bw is captured"
         )
         groups = dict.fromkeys(group for curvature in self._curvature.values() for group in curvature.groups)
         together(lambda: check(not missing, error), groups)
