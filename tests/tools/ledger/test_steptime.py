@@ -95,6 +95,20 @@ def test_rows_to_experts_take_as_long_as_an_exchange():
         assert steptime.predict(config, on, speeds, batch=4).seconds == pytest.approx(wire * 1e-9)
 
 
+def test_experts_over_replicas():
+    """Their rows go among all ranks, where those among two cost nothing; no replica sums their gradients."""
+    experts = dict(gated=True, activation="silu", mlp_bias=False, num_experts=4, experts_per_token=2)
+    config, on = replace(SMALL, **experts), plan(2, 2, 2)._replace(over_replicas=True)
+    speeds = built(messages={"all_to_all of 4": Line(0, 0, 1e-9), "all_reduce of 4": Line(0, 0, 1e-6)})
+    parts = steptime.predict(config, on, speeds, batch=4).parts
+    sent = run(config, on).work.messages
+    wire = sum(size for (_, op, _), (_, size) in sent.items() if op == "exchange_rows")
+    assert parts["communication"] == pytest.approx(wire * 1e-9) and wire > 0
+    each = steptime.predict(config, on._replace(over_replicas=False), speeds, batch=4).parts
+    experts_of_rank = 4 // 2 * 3 * config.ffn_width * config.hidden_size * config.num_layers
+    assert each["dp"] - parts["dp"] == pytest.approx(4 * experts_of_rank * 1e-6)
+
+
 def test_a_collective_of_more_ranks_than_were_measured():
     table = Speeds({}, {"all_gather of 2": Line(2.0, 0, 0), "all_gather of 4": Line(4.0, 0, 0)}, 0.0)
     assert [getattr(table.message("all_gather", ranks), "alpha", None) for ranks in (1, 2, 3, 4, 64)] == [

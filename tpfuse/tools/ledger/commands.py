@@ -97,12 +97,16 @@ def _add_step(p: Options) -> None:
     _add_imbalance(p)
     add_seq(p, 2048)
     p.add_argument("--micro-batch", type=positive, default=1, metavar="N", help="sequences that a replica runs at once")
-    p.add_argument(
-        "--over-replicas", action="store_true", help="divide experts among the ranks of all replicas, not of each"
-    )
+    add_over_replicas(p)
     add_dtype(p)
     add_saving(p)
     add_optimizer(p)
+
+
+def add_over_replicas(p: Options) -> None:
+    p.add_argument(
+        "--over-replicas", action="store_true", help="divide experts among the ranks of all replicas, not of each"
+    )
 
 
 def plan_of(args: Namespace, tp: int, dp: int, micro_batch: int, optimizer: str = "adamw") -> dryrun.Plan:
@@ -118,12 +122,13 @@ def plan_of(args: Namespace, tp: int, dp: int, micro_batch: int, optimizer: str 
         full=args.recompute == FULL,
         cp=args.cp,
         cp_kind=args.cp_kind,
+        over_replicas=args.over_replicas,
     )
 
 
 def _step_plan(args: Namespace) -> dryrun.Plan:
     plan = plan_of(args, args.tp, args.dp, args.micro_batch, optimizer=args.optimizer)
-    return plan._replace(imbalance=args.imbalance, over_replicas=args.over_replicas)
+    return plan._replace(imbalance=args.imbalance)
 
 
 def _pipe(args: Namespace) -> stages.Pipe:

@@ -16,7 +16,7 @@ from ..command import (
 )
 from ..options import DTYPES, MODEL_HELP, add_dtype, add_model
 from . import machine, mfu, plots, steptime
-from .commands import add_context, add_saving, plan_of
+from .commands import add_context, add_over_replicas, add_saving, plan_of
 from .presets import load_config
 from .text import quantity, table
 
@@ -116,6 +116,7 @@ def register_predict(p: CommandParser) -> None:
     add_model(p, default="gpt-3m")
     p.add_argument("--choices", type=_pairs, default="1x1,2x1,1x2,2x2", metavar="TPxDP,..", help="tp x dp to compare")
     add_context(p)
+    add_over_replicas(p)
     p.add_argument("--batch", type=positive, default=8, metavar="N", help="sequences in a step, over all replicas")
     add_seq(p, 256)
     p.add_argument(
