@@ -133,6 +133,11 @@ def test_counts_by_rows_are_not(monkeypatch):
     assert {"rows"} < {kind for kind, *_ in page.gather(SUBJECT)["functions"]}
 
 
+def test_sizes_that_fill_no_tiles_have_functions_too(monkeypatch):
+    only_one_variant(monkeypatch)
+    assert page.gather(SUBJECT._replace(batch=3, seq=100))["axes"]["batch"] == (1, 3, 6, 12, 24, 48)
+
+
 def test_an_op_outside_of_stretches_is_refused(monkeypatch, tmp_path):
     only_one_variant(monkeypatch)
     run = planted(lambda *_: 0)

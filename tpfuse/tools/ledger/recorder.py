@@ -264,11 +264,14 @@ def _ranks(name: str, args: tuple[Any, ...]) -> int:
 def _tiles(flops: int, args: tuple[Any, ...], outputs: object) -> int:
     """Returns the tiles of the output that is a product [.., M, N]: its elements, times twice the K of an operand, are
     the flops.  0 where there is none, as where the call makes other things of its products."""
-    lengths = {n for t in tree_leaves(args) if isinstance(t, Tensor) for n in t.shape}
+    operands = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+    lengths = {n for t in operands for n in t.shape}
+    batched = all(t.dim() == 3 for t in operands)
     for y in tree_leaves(outputs):
         if isinstance(y, Tensor) and y.dim() > 1 and y.numel() and flops % (2 * y.numel()) == 0:
             if flops // (2 * y.numel()) in lengths:
-                return tiles(y.numel() // y.shape[-1], y.shape[-1])
+                count, columns = len(y) if batched else 1, y.shape[-1]
+                return count * tiles(y.numel() // (count * columns), columns)
     return 0
 
 
