@@ -108,11 +108,10 @@ def passes(load: Load, scale: float) -> list[sleeping.Passes]:
 
 
 class Sleeper(NamedTuple):
-    """A plan whose stages sleep: the actions of its ranks, the seconds of its stages, and its micro-batches."""
+    """A plan whose stages sleep: the actions of its ranks, and the seconds of its stages."""
 
     order: Order
     stages: list[sleeping.Passes]
-    micro_batches: int
 
 
 def asleep(sleepers: list[Sleeper], rounds: int) -> SleepTimes:
@@ -120,8 +119,8 @@ def asleep(sleepers: list[Sleeper], rounds: int) -> SleepTimes:
     overhead, communication = sleeping.overhead(8, 0.01, 5), sleeping.communication(10)
     times = []
     for x in progress(sleepers, "sleeping", long=True) if dist.get_rank() == 0 else sleepers:
-        runtime = sleeping.runtime(x.order, dist.group.WORLD, x.stages)
-        steps = [sleeping.step(runtime, x.micro_batches) for _ in range(rounds + 1)]
+        run = sleeping.steps(x.order, dist.group.WORLD, x.stages)
+        steps = [sleeping.step(run) for _ in range(rounds + 1)]
         times.append(min(steps[1:]))  # the step before these makes connections
     return SleepTimes(times, overhead, communication)
 
@@ -130,7 +129,7 @@ def sleeping_stages(job: Job, *, fastest: float, rounds: int) -> PlanErrors:
     """Compares all plans of four stages, scaled so that the fastest takes ``fastest`` seconds."""
     staged = loads(job, STAGES, cost_model(preset("a100-80gb", STAGES)), pp=STAGES)
     scale = fastest / min(load.timeline().seconds for load in staged)
-    sleepers = [Sleeper(load.order(), passes(load, scale), load.count) for load in staged]
+    sleepers = [Sleeper(load.order(), passes(load, scale)) for load in staged]
     slept = on_ranks(STAGES, asleep, sleepers, rounds)
     predicted = [
         simulate(

@@ -25,7 +25,7 @@ from torch import Tensor
 from ..kernels.attn.options import as_key_mask
 from ..kernels.experts.records import Routing
 from ..kernels.norm import check_kind
-from ..kernels.runtime.captures import capturing
+from ..kernels.runtime.captures import captures, capturing
 from ..kernels.runtime.deferred import deferring
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.function import is_observed
@@ -285,7 +285,7 @@ class TransformerBlock(ParallelModule):
             and normed.recompute is None
             and not torch.compiler.is_compiling()
             and not deferring()
-            and not capturing()
+            and not (capturing() and captures(*self.parameters()))
             and not autocasts(h)
             and not is_observed()
             and self.attention.in_one

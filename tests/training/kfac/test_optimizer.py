@@ -198,6 +198,22 @@ def test_refused_in_one_process():
     del main
 
 
+def test_blocks_of_another_model_stay_one_node():
+    calls = []
+
+    def counted(right, *args):
+        calls.append(1)
+        return right(*args)
+
+    model, kfac, _ = made()
+    other = GPT(GATED)
+    with planted("tpfuse.layers.block.one_node", counted):
+        model(**call_of(0)).loss.backward()
+        assert not calls and kfac.param_groups
+        other(**call_of(0)).loss.backward()
+        assert len(calls) == GATED.num_layers
+
+
 def test_a_compiled_block_is_not_captured():
     model = GPT(STEP_CONFIG)
     for block in model.blocks:
