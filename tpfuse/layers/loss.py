@@ -103,12 +103,7 @@ def linear_cross_entropy(
 
 
 def log_probs(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    vocab_size: int,
-    tp: TensorParallel | None = None,
-    ignore_index: int = IGNORE,
+    logits: Tensor, labels: Tensor, *, vocab_size: int, tp: TensorParallel | None = None, ignore_index: int = IGNORE
 ) -> Tensor:
     """Returns log softmax(logits) at the labels, [...], with its gradient: 0 where a label is ``ignore_index``.
 

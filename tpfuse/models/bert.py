@@ -92,8 +92,7 @@ class Bert(Model):
             else:
                 self.register_module("input_norm", None)
             self.blocks = stages.make_blocks(
-                lambda layer: make_block(c, layer, tp=tp, saving=self.saving),
-                make_norm if enters(c.wiring) else None,
+                lambda layer: make_block(c, layer, tp=tp, saving=self.saving), make_norm if enters(c.wiring) else None
             )
             pooler, masked_lm = pooler and stages.has_last, masked_lm and stages.has_last
             width = c.hidden_size

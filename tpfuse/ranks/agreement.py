@@ -219,11 +219,7 @@ class Agreement:
             return True
 
     def _is_new(
-        self,
-        links: Channel,
-        arguments: Mapping[str, Any],
-        modes: Mapping[str, Hashable],
-        mark: Callable[[], Hashable],
+        self, links: Channel, arguments: Mapping[str, Any], modes: Mapping[str, Hashable], mark: Callable[[], Hashable]
     ) -> bool:
         """Returns whether to compare everything: at a kind's first call, under :func:`checking`, where digests differ.
 

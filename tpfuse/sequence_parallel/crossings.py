@@ -95,10 +95,7 @@ def expanded(name: str, x: Tensor, tp: TensorParallel, copies: int | None = None
     copies = tp.row_shards if copies is None else copies
     if x.dim() == 2:
         return _Expand.apply(x.contiguous(), tp, copies)
-    check(
-        x.dim() == 3 and x.shape[0] == copies,
-        f"{name}: x must be [m, D] or [{copies}, m, D], got {tuple(x.shape)}",
-    )
+    check(x.dim() == 3 and x.shape[0] == copies, f"{name}: x must be [m, D] or [{copies}, m, D], got {tuple(x.shape)}")
     return x
 
 

@@ -15,12 +15,7 @@ from torch import Tensor
 
 from ..collectives import all_gather, all_reduce, reduce
 from ..kernels.gemm.op import check_linear
-from ..kernels.losses.linear import (
-    gradients,
-    linear_cross_entropy_bwd,
-    linear_cross_entropy_bwd_add,
-    stats_in_tiles,
-)
+from ..kernels.losses.linear import gradients, linear_cross_entropy_bwd, linear_cross_entropy_bwd_add, stats_in_tiles
 from ..kernels.losses.op import Reduction, checked_rows, merge_stats, row_losses
 from ..kernels.losses.options import IGNORE, Linear, Loss, Rows
 from ..kernels.norm import Recompute

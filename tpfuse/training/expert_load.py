@@ -104,8 +104,7 @@ def _check_replicas(model: nn.Module, known: dist.ProcessGroup | None, dp: objec
     check(known is None or ours == ranks, f"{_NAME}: the model's replicas are ranks {ours}, got dp={ranks}")
     sharded = next((name for name, p in model.named_parameters() if isinstance(p, DTensor)), None)
     check(
-        sharded is None or dp is not None,
-        f"{_NAME}: dp must be the replicas, since {sharded} is a DTensor, got None",
+        sharded is None or dp is not None, f"{_NAME}: dp must be the replicas, since {sharded} is a DTensor, got None"
     )
 
 

@@ -71,16 +71,7 @@ def keep_mask(
     *key, first_sample = mask_key(options.rng)
     head = (options.site << 16) + options.first_head + torch.arange(heads, device=rows.device)[:, None, None]
     sample = first_sample + samples[:, None, None, None]
-    return keep(
-        key,
-        rows[:, None],
-        head,
-        columns=len(keys),
-        sample=sample,
-        p=options.p,
-        dtype=dtype,
-        first=keys.start,
-    )
+    return keep(key, rows[:, None], head, columns=len(keys), sample=sample, p=options.p, dtype=dtype, first=keys.start)
 
 
 # ---- the ops ----

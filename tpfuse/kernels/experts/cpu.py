@@ -12,14 +12,7 @@ from torch import Tensor
 from ..gemm.runs import gradient_of, value_of
 from ..runtime.op import acc_dtype, row_blocks
 from .records import ExpertRows, Sides
-from .reference import (
-    ALIGNED,
-    experts_dact_ref,
-    experts_down_ref,
-    experts_dx_ref,
-    experts_up_ref,
-    experts_wgrad_ref,
-)
+from .reference import ALIGNED, experts_dact_ref, experts_down_ref, experts_dx_ref, experts_up_ref, experts_wgrad_ref
 
 
 def _begin_lines(*tensors: Tensor) -> bool:

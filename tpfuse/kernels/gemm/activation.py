@@ -81,13 +81,7 @@ def _gelu_tanh_tile(z):
 # ---- the table ----
 
 ACTIVATIONS = {
-    "silu": Activation(
-        F.silu,
-        aten.silu_backward,
-        _silu_tile,
-        gated="swiglu",
-        huggingface=("silu", "swish"),
-    ),
+    "silu": Activation(F.silu, aten.silu_backward, _silu_tile, gated="swiglu", huggingface=("silu", "swish")),
     "gelu": Activation(F.gelu, aten.gelu_backward, _gelu_tile, gated="geglu", huggingface=("gelu",)),
     "gelu_tanh": Activation(
         lambda z: F.gelu(z, approximate="tanh"),

@@ -159,13 +159,7 @@ def gradients(layer: Linear, rows: Rows, loss: Loss, main: Main | None = None) -
 class _LinearCrossEntropy(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        w: Tensor,
-        b: Tensor | None,
-        labels: Tensor,
-        loss: Loss,
-        gather: Callable[[Tensor], Tensor],
+        ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, labels: Tensor, loss: Loss, gather: Callable[[Tensor], Tensor]
     ) -> Tensor:
         losses, lse = row_losses(gather(linear_cross_entropy_stats(Linear(x, w, b), labels, loss)), labels, loss)
         ctx.save_for_backward(x, w, b, labels, lse)

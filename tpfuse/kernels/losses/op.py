@@ -131,12 +131,7 @@ class Reduction(NamedTuple):
 class _CrossEntropy(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        loss: Loss,
-        gather: Callable[[Tensor], Tensor],
-        leaf: int | None,
+        ctx: Any, logits: Tensor, labels: Tensor, loss: Loss, gather: Callable[[Tensor], Tensor], leaf: int | None
     ) -> Tensor:
         losses, lse = row_losses(gather(leaf_stats(logits, labels, loss, leaf)), labels, loss)
         ctx.save_for_backward(logits, labels, lse)

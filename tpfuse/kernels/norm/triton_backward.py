@@ -31,15 +31,7 @@ from ..runtime.errors import check
 from ..runtime.launch import launch, target
 from ..runtime.leaves import placed
 from ..runtime.op import Cost, dense, moved
-from ..runtime.partials import (
-    Last,
-    groups_of,
-    reduce_leaves,
-    reduce_vectors,
-    releases,
-    sum_by_the_last,
-    sum_config,
-)
+from ..runtime.partials import Last, groups_of, reduce_leaves, reduce_vectors, releases, sum_by_the_last, sum_config
 from ..runtime.philox import Mask, kernel_mask, mask_key_device
 from ..runtime.triton import tl, triton
 from ..runtime.tuning import LaunchConfig, tuned

@@ -151,10 +151,7 @@ def _check_embed(parts: Tensor, add: Add, norm: NormVectors, mask: Mask, order: 
     m, D = parts.shape[1:]
     check_vectors(name, D, weight=norm.gamma, norm_bias=norm.beta)
     _check_norm(name, norm, order == DROP)
-    for label, table, index in (
-        ("position", add.position_weight, add.positions),
-        ("type", add.type_weight, add.types),
-    ):
+    for label, table, index in (("position", add.position_weight, add.positions), ("type", add.type_weight, add.types)):
         check((table is None) == (index is None), f"{name}: {label}_weight and {label}s go together, got one of them")
         check(
             index is None or index.shape == (m,), f"{name}: {label}s must be [{m}], got {getattr(index, 'shape', None)}"

@@ -12,16 +12,7 @@ from ...kernels.experts.records import Routing
 from ...kernels.runtime.errors import check
 from ...kernels.runtime.rules import Rule, quoted
 from ...layers.shapes import AttentionShape, MLPShape, MoEShape, mlp_or_experts
-from ..families import (
-    CAUSAL,
-    FULL,
-    NO_WINDOW,
-    ONE_WINDOW,
-    PATTERNED_LAYERS,
-    SLIDING,
-    SWITCHED_WINDOW,
-    WINDOWED_LAYERS,
-)
+from ..families import CAUSAL, FULL, NO_WINDOW, ONE_WINDOW, PATTERNED_LAYERS, SLIDING, SWITCHED_WINDOW, WINDOWED_LAYERS
 from .fields import GPT_FIELDS, MAX_EXPERTS, MAX_WEIGHT
 from .model import ModelConfig
 from .reader import Reader

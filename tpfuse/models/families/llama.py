@@ -2,7 +2,4 @@
 
 from .llama_like import ATTENTION_BIAS, llama_like
 
-LLAMA = llama_like(
-    "LlamaForCausalLM",
-    keys=ATTENTION_BIAS | dict(mlp_bias=("mlp_bias",)),
-)
+LLAMA = llama_like("LlamaForCausalLM", keys=ATTENTION_BIAS | dict(mlp_bias=("mlp_bias",)))

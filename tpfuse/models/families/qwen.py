@@ -4,23 +4,10 @@ in place of some MLPs or all: Qwen2-MoE beside them one that every token has, an
 layers; Qwen3-MoE one window if any."""
 
 from .family import SWITCHED_WINDOW, WINDOWED_LAYERS
-from .llama_like import (
-    ATTENTION_BIAS,
-    EXPERTS,
-    expert_sources,
-    llama_like,
-    shared_expert_sources,
-    with_experts,
-)
+from .llama_like import ATTENTION_BIAS, EXPERTS, expert_sources, llama_like, shared_expert_sources, with_experts
 
 QWEN2 = llama_like("Qwen2ForCausalLM", windows=WINDOWED_LAYERS, qkv_bias=True, out_bias=False, mlp_bias=False)
-QWEN3 = llama_like(
-    "Qwen3ForCausalLM",
-    keys=ATTENTION_BIAS,
-    windows=WINDOWED_LAYERS,
-    mlp_bias=False,
-    qk_norm=True,
-)
+QWEN3 = llama_like("Qwen3ForCausalLM", keys=ATTENTION_BIAS, windows=WINDOWED_LAYERS, mlp_bias=False, qk_norm=True)
 QWEN2_MOE = with_experts(
     llama_like(
         "Qwen2MoeForCausalLM",

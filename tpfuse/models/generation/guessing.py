@@ -72,8 +72,7 @@ class Guessing(NamedTuple):
             warnings.warn(f"generate: nothing is guessed with num_beams={beams}, as in transformers", stacklevel=3)
             return Guessing()
         check(
-            assistant is None or lookup is None,
-            "generate: give assistant_model or prompt_lookup_num_tokens, both came",
+            assistant is None or lookup is None, "generate: give assistant_model or prompt_lookup_num_tokens, both came"
         )
         config, values = getattr(assistant, "generation_config", None), self._asdict()
         defaults = {**DEFAULTS, "max_matching_ngram_size": _NGRAM}

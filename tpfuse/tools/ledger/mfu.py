@@ -109,11 +109,7 @@ class Published(NamedTuple):
     def config(self) -> GPTConfig:
         """The model's sizes."""
         return GPTConfig(
-            vocab_size=51200,
-            max_positions=2048,
-            hidden_size=self.width,
-            num_layers=self.layers,
-            num_heads=self.heads,
+            vocab_size=51200, max_positions=2048, hidden_size=self.width, num_layers=self.layers, num_heads=self.heads
         )
 
     def recomputed(self) -> Utilization:

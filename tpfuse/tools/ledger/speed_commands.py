@@ -5,15 +5,7 @@ from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import Any
 
-from ..command import (
-    CommandParser,
-    add_output,
-    add_seq,
-    comma_separated,
-    positive,
-    present,
-    print_result,
-)
+from ..command import CommandParser, add_output, add_seq, comma_separated, positive, present, print_result
 from ..options import DTYPES, MODEL_HELP, add_dtype, add_model
 from . import machine, mfu, plots, steptime
 from .commands import add_context, add_over_replicas, add_saving, plan_of

@@ -33,16 +33,7 @@ from .ranks import Ranks, all_ranks
 from .replicas import SAME_BITS, bits_of, differences
 from .shards import NAMES, FileEntry, check_size, write_shard
 from .stages import check_stages, merged, stage_in
-from .state import (
-    Group,
-    check_numbers,
-    entries_of,
-    groups_of,
-    parameter_of,
-    pieces_of,
-    plain_names,
-    unwrap,
-)
+from .state import Group, check_numbers, entries_of, groups_of, parameter_of, pieces_of, plain_names, unwrap
 
 _MODEL = "model."  # before the names of parameters
 _GROUPS = "param_groups"  # of meta.json: what pipeline stages have parts of

@@ -73,9 +73,7 @@ def _bytes(pieces: Mapping[str, Piece]) -> Iterator[Any]:
     # wide elements first, so that each tensor is aligned
     order = sorted(pieces, key=lambda name: (-pieces[name].local.element_size(), name))
     places = {name: {_OFFSETS: pieces[name].offset} for name in order}
-    header: dict[str, Any] = {
-        "__metadata__": {_PLACES: json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"},
-    }
+    header: dict[str, Any] = {"__metadata__": {_PLACES: json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"}}
     end = 0
     for name in order:
         x = pieces[name].local

@@ -67,11 +67,7 @@ def _compare(split: list[tuple[Tensor, Whole]], order: float) -> None:
 
 
 def clip_grads_with_norm_(
-    original: Callable[..., None],
-    parameters: Tensors,
-    max_norm: float,
-    total_norm: Tensor,
-    foreach: bool | None = None,
+    original: Callable[..., None], parameters: Tensors, max_norm: float, total_norm: Tensor, foreach: bool | None = None
 ) -> None:
     """Stands in the place of torch.nn.utils.clip_grads_with_norm_."""
     parameters = _listed(parameters)

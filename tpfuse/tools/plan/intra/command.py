@@ -7,16 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ....kernels.runtime.errors import check
-from ...command import (
-    CommandParser,
-    add_output,
-    add_seq,
-    comma_separated,
-    positive,
-    present,
-    rate,
-    seconds,
-)
+from ...command import CommandParser, add_output, add_seq, comma_separated, positive, present, rate, seconds
 from ...ledger.plots import bars
 from ...ledger.presets import load_config
 from ...ledger.text import duration, quantity, table

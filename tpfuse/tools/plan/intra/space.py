@@ -12,19 +12,7 @@ from .. import split
 from .conversions import COLLECTIVES, Conversions, ConversionStep, Mesh
 from .graph import ACTIVATION, ADD, ATTENTION, LINEAR, NORM, BlockOp, Graph, Tensor
 from .problem import Edge, Floats, Pick, Problem, Solution
-from .signatures import (
-    BATCH,
-    FORKED,
-    PARTIAL,
-    REPLICATE,
-    SEQUENCE,
-    SIGNATURES,
-    TYPES,
-    WIDTH,
-    Layout,
-    Signature,
-    fits,
-)
+from .signatures import BATCH, FORKED, PARTIAL, REPLICATE, SEQUENCE, SIGNATURES, TYPES, WIDTH, Layout, Signature, fits
 
 GRADIENTS = "gradients"  # seconds of the sums of weights' gradients
 PARTS = split.GEMM, split.ATTENTION, split.MEMORY, split.TP, GRADIENTS
