@@ -146,8 +146,7 @@ def summed(parts: Tensor, tp: TensorParallel) -> Tensor:
     integers as they are, which is exact."""
     if not parts.is_floating_point():
         return parts.sum(0, dtype=parts.dtype)
-    total: Tensor = reduce_parts(parts) if tp.bitwise is None else tree(parts.unbind(0))
-    return total
+    return reduce_parts(parts) if tp.bitwise is None else tree(parts.unbind(0))
 
 
 _ONE_MESSAGE = 1 << 19  # elements up to which a gather of everything is cheaper than an exchange and a gather of sums

@@ -294,8 +294,7 @@ class ParallelAttention(ParallelModule):
             )  # fmt: skip
         check_rows("ParallelAttention", x, self.width, tp=self.tp, batch=call.batch, seq=call.seq)
         if hooked(self):
-            summed: Tensor = self.out(self._attend(self.qkv(x), call))
-            return summed
+            return self.out(self._attend(self.qkv(x), call))
         (bias,) = replicated(self.tp, self.out.bias)
         return reduce_bias_dropout_add_norm(self.parts(x, call=call), bias, leaves=self.tp.row_leaves)[0]
 

@@ -266,8 +266,7 @@ def _merge(model: nn.Module, sign: int) -> nn.Module:
 
 def trained_modules(base: Any) -> dict[str, nn.Module]:
     """Returns what is trained beside adapters, and kept in their files, by its name in a Hugging Face file."""
-    modules: dict[str, nn.Module] = base.files.beside_adapters() if hasattr(base, "files") else {}
-    return modules
+    return base.files.beside_adapters() if hasattr(base, "files") else {}
 
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Adaptable, Adapter]]:

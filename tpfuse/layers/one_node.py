@@ -267,8 +267,7 @@ class _Backward:
         return dresidual, dparts[None]
 
     def _mask(self, step: Join) -> Mask:
-        mask: Mask = getattr(self.layer.constants, step.branch)
-        return mask
+        return getattr(self.layer.constants, step.branch)
 
 
 @Composed

@@ -280,8 +280,7 @@ class Fused:
     def branch(self, step: Branch, n: Normed) -> Tensor:
         branch, recompute = getattr(self.block, step.name), None if self.call.keep else n.recompute
         if not (branch.has_router and self.call.router_sums):
-            parts: Tensor = branch.parts(n.n, recompute, self.call)
-            return parts
+            return branch.parts(n.n, recompute, self.call)
         parts, sums = branch.parts_and_sums(n.n, recompute, self.call)
         self.sums += (sums,)
         return parts
@@ -335,8 +334,7 @@ class ByParts:
     def branch(self, step: Branch, n: Normed) -> Tensor:
         branch = getattr(self.block, step.name)
         if not (branch.has_router and self.call.router_sums):
-            summed: Tensor = branch(n.rows, call=self.call)
-            return summed
+            return branch(n.rows, call=self.call)
         summed, sums = branch(n.rows, call=self.call)
         self.sums += (sums,)
         return summed

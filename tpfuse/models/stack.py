@@ -69,8 +69,7 @@ def run_blocks(
 def _beside_unused(n: Tensor, h: Tensor) -> Tensor:
     """A frame of its own: torch.compile, which gives up that of the loop above at a graph break, cannot begin one at a
     Function's apply."""
-    same: Tensor = _BesideUnused.apply(n, h)
-    return same
+    return _BesideUnused.apply(n, h)
 
 
 class _BesideUnused(Function):

@@ -189,8 +189,7 @@ class ModelStages:
             if added is None:
                 return h
             self._added.append(added.detach())
-            beside: Tensor = _WithLoss.apply(h, added)
-            return beside
+            return _WithLoss.apply(h, added)
         loss: Tensor | None = model._finish(h, normed, batch, None).loss
         assert loss is not None  # labels have been asked for
         return loss

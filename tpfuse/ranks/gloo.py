@@ -32,18 +32,15 @@ def limit(group: dist.ProcessGroup) -> timedelta:
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
         if options is not None:
-            timeout: timedelta = options._timeout
-            return timeout
+            return options._timeout
     return dist.distributed_c10d.default_pg_timeout
 
 
 def send(x: Tensor, links: Any, to: int) -> dist.Work:
     """Starts to send x to a rank of ``links``, a group or connections by :func:`connect`."""
-    work: dist.Work = links.send([x], to, 0)
-    return work
+    return links.send([x], to, 0)
 
 
 def receive(x: Tensor, links: Any, source: int) -> dist.Work:
     """Starts to receive x from a rank of ``links``."""
-    work: dist.Work = links.recv([x], source, 0)
-    return work
+    return links.recv([x], source, 0)

@@ -223,8 +223,7 @@ def _send(message: bytes, links: Any, to: int) -> None:
 def _received(length: int, links: Any, source: int) -> bytes:
     message = torch.empty(length, dtype=torch.uint8, device="cpu")
     receive(message, links, source).wait()
-    data: bytes = message.numpy().tobytes()
-    return data
+    return message.numpy().tobytes()
 
 
 # ---- errors ----

@@ -93,5 +93,4 @@ def run_gather_linear(
     deferral = later(x, w, b)
     if deferral is not None:
         w, b = w.detach(), detached(b)
-    y: Tensor = GatherLinear.apply(x, w, b, activation, tp, recompute, form, deferral)
-    return y
+    return GatherLinear.apply(x, w, b, activation, tp, recompute, form, deferral)

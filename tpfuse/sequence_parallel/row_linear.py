@@ -60,5 +60,4 @@ def run_linear_exchange(x: Tensor, weight: Tensor, tp: TensorParallel, form: For
     """linear_exchange of arguments that have been checked."""
     deferral = later(x, None, None, weight)
     w = weight if deferral is None else weight.detach()
-    parts: Tensor = LinearExchange.apply(x, w, tp, form, deferral)
-    return parts
+    return LinearExchange.apply(x, w, tp, form, deferral)

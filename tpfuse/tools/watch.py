@@ -178,8 +178,7 @@ class _Watch(TorchDispatchMode):
 
 def _metadata(node: Any) -> dict[Any, Any]:
     """Returns the dictionary that a node carries; torch's stub says that it is a method."""
-    metadata: dict[Any, Any] = node.metadata
-    return metadata
+    return node.metadata
 
 
 def _label(nodes: list[Any], borders: set[Any], path: str) -> None:

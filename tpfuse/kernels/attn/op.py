@@ -218,8 +218,7 @@ def attention(
 def attend(qkv: Tensor, options: Options) -> Tensor:
     """Computes :func:`attention` of its arguments as one record."""
     (qkv,) = autocast(qkv)
-    output: Tensor = _Attention.apply(qkv.contiguous(), options)
-    return output
+    return _Attention.apply(qkv.contiguous(), options)
 
 
 def attend_queries(q: Tensor, chunk: QueryChunk, options: Options) -> Tensor:
@@ -238,5 +237,4 @@ def attend_queries(q: Tensor, chunk: QueryChunk, options: Options) -> Tensor:
     Raises ValueError where :func:`attention` would, for q and kv that are not alike, and for positions beyond seq.
     """
     q, kv = autocast(q, chunk.kv)
-    output: Tensor = _AttentionOfQueries.apply(q, kv, chunk.start, chunk.queries, options)
-    return output
+    return _AttentionOfQueries.apply(q, kv, chunk.start, chunk.queries, options)

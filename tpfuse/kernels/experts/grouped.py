@@ -165,8 +165,7 @@ def _weight_grad(sides: Sides, w: Tensor, needed: bool, main: Main | None) -> Te
     if main is not None and main.wanted:
         main.add(lambda total: experts_wgrad_add(sides, total))
     elif needed:
-        dw: Tensor = experts_wgrad(sides, w.dtype)
-        return dw
+        return experts_wgrad(sides, w.dtype)
     return None
 
 

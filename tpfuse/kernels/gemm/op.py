@@ -212,8 +212,7 @@ def check_tiles(x: Tensor, w: Tensor, b: Tensor | None, activation: str, tile: i
 
     def alike(rows: Tensor, weight: Tensor) -> Tensor:
         bias = None if b is None else weight[:, 0].to(b.dtype) * 2.0**-14  # about what rounding leaves of the sums
-        y: Tensor = linear_fwd(rows, weight, bias, activation)[0]
-        return y
+        return linear_fwd(rows, weight, bias, activation)[0]
 
     check_alike(f"linear with {activation}{' and a bias' * (b is not None)}", alike, tile, w)
 

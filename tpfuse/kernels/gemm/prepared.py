@@ -78,8 +78,7 @@ class Packed(Plain):
         self.rows = rows
 
     def prepare(self, weight: Tensor) -> Tensor:
-        reordered: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), self.rows)
-        return reordered
+        return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), self.rows)
 
     def map(self, weight: Tensor, bias: Tensor | None) -> Map:
         return self._map(weight, bias, "none", "")

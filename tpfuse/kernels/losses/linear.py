@@ -136,8 +136,7 @@ def stats_in_tiles(layer: Linear, labels: Tensor, loss: Loss, tile: int) -> Tens
     """Returns linear_cross_entropy_stats by tiles of so many rows, as of logits that are stored; at once where it is
     0."""
     if tile == 0:
-        stats: Tensor = linear_cross_entropy_stats(layer, labels, loss)
-        return stats
+        return linear_cross_entropy_stats(layer, labels, loss)
     x, w, b = layer
     pairs = zip(row_tiles(x, tile), row_tiles(labels[:, None], tile), strict=True)
     logits = ((linear_fwd_tiles(rows, w, b, "none", tile=tile)[0], of[:, 0]) for rows, of in pairs)
@@ -147,8 +146,7 @@ def stats_in_tiles(layer: Linear, labels: Tensor, loss: Loss, tile: int) -> Tens
 def gradients(layer: Linear, rows: Rows, loss: Loss, main: Main | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
     """Returns dx, dW and db; None for dW if it has a place, where it is added."""
     if main is None:
-        padded: tuple[Tensor, Tensor, Tensor] = linear_cross_entropy_bwd(layer, rows, loss)
-        return padded
+        return linear_cross_entropy_bwd(layer, rows, loss)
     dx, db = main.add(lambda total: linear_cross_entropy_bwd_add(layer, rows, loss, total))
     return dx, None, db
 

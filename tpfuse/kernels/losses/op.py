@@ -61,8 +61,7 @@ cross_entropy_bwd = op(cross_entropy_bwd_ref, kind=ELEMENTWISE, launch=bwd_launc
 def leaf_stats(logits: Tensor, labels: Tensor, loss: Loss, leaf: int | None) -> Tensor:
     """-> [M, 4], or [leaves, M, 4] of leaves of so many columns"""
     if leaf is None:
-        stats: Tensor = cross_entropy_stats(logits, labels, loss)
-        return stats
+        return cross_entropy_stats(logits, labels, loss)
     leaves = loss.leaves(logits.shape[1], leaf)
     return torch.stack([cross_entropy_stats(logits[:, v].contiguous(), labels, part) for v, part in leaves])
 
@@ -70,8 +69,7 @@ def leaf_stats(logits: Tensor, labels: Tensor, loss: Loss, leaf: int | None) -> 
 def leaf_bwd(logits: Tensor, rows: Rows, loss: Loss, leaf: int | None) -> Tensor:
     """-> dlogits [M, V/R]"""
     if leaf is None:
-        dlogits: Tensor = cross_entropy_bwd(logits, rows, loss)
-        return dlogits
+        return cross_entropy_bwd(logits, rows, loss)
     leaves = loss.leaves(logits.shape[1], leaf)
     return torch.cat([cross_entropy_bwd(logits[:, v].contiguous(), rows, part) for v, part in leaves], 1)
 

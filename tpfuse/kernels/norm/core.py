@@ -153,8 +153,7 @@ def bwd_cpu(
     out: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     if wanted.leaves > 1:
-        gradients: tuple[Tensor, ...] = by_leaves(bwd_cpu, BackwardRows(dn, dh, saved, mask, out=out), order, wanted)
-        return gradients
+        return by_leaves(bwd_cpu, BackwardRows(dn, dh, saved, mask, out=out), order, wanted)
     blocks = list(row_blocks(*incoming(dn, dh).shape[-2:]))
     if len(blocks) == 1:
         return fused_norm_bwd_ref(dn, dh, saved, mask, order=order, wanted=wanted, out=out)
@@ -359,5 +358,4 @@ def fused_norm(
     a norm), and the record that recomputes n (None unless ``options.recompute``, without a norm, and where n has been
     dropped out).  ValueError for rows that are not divisible by ``options.leaves``."""
     check_leaves(ops.name, parts, options.leaves)
-    outputs: tuple[Tensor, Tensor, Recompute | None] = _FusedNorm.apply(ops, options, parts, *weights)
-    return outputs
+    return _FusedNorm.apply(ops, options, parts, *weights)

@@ -61,8 +61,7 @@ class Tape:
         """The function: (tensors, addresses, stream) -> what the recorded one would return for ``tensors``, which lie
         at ``addresses``."""
         exec(self._writer.source, self._writer.bound)
-        function: Callable[[Sequence[Tensor], list[int], int], Any] = self._writer.bound["replay"]
-        return function
+        return self._writer.bound["replay"]
 
 
 def tape(recorded: Recorder, result: Any) -> Tape | None:

@@ -62,5 +62,4 @@ def mark_cast(result: Tensor, w: Tensor) -> None:
 def _parameter(w: Tensor) -> Tensor:
     """Returns the tensor that w has all elements of, in its order; w itself if it is no whole view and no copy."""
     base = w if w._base is None or w._base.numel() != w.numel() else w._base
-    p: Tensor = getattr(base, _CAST_OF, base)
-    return p
+    return getattr(base, _CAST_OF, base)

@@ -166,8 +166,7 @@ class _DirectLayer:
         batch = len(cache.mask)
         if self.by_leaves:
             mask = cache.mask[:, : len(x) // batch] if cache.padded else None
-            o: Tensor = self.attention.attend_with_cache(qkv, cache, Call(batch, key_mask=mask))
-            return o
+            return self.attention.attend_with_cache(qkv, cache, Call(batch, key_mask=mask))
         if len(x) == batch:
             cache.store(qkv[:, :, -2:].unsqueeze(3))
             return cache.see(qkv[:, :, :-2], self.seeing, decode=decode)

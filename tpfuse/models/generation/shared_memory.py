@@ -44,8 +44,7 @@ class Exchange(NamedTuple):
         """All-gathers [...] -> [R, ...].  Of two buffers: the second call after this overwrites it."""
         if self.memory is not None and self.memory.fits(x):
             return self.memory.gather(x)
-        parts: Tensor = all_gather(x.contiguous(), self.tp.size, self.tp.group_name)
-        return parts
+        return all_gather(x.contiguous(), self.tp.size, self.tp.group_name)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum over ranks, as :func:`summed` takes it."""

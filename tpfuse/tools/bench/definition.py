@@ -175,8 +175,7 @@ def load(name: str) -> Bench:
         return _from_file(pathlib.Path(name))
     if name not in discover():
         raise unknown("op", name, discover(), ", or a file of your own, NAME.py")
-    bench: Bench = importlib.import_module(f"{__package__}.ops.{name}").BENCH
-    return bench
+    return importlib.import_module(f"{__package__}.ops.{name}").BENCH
 
 
 def load_all(names: Sequence[str]) -> list[Bench]:
@@ -197,8 +196,7 @@ class _SourceLoader(importlib.machinery.SourceFileLoader):
     """Runs the file as it is now: bytecode on disk is told apart by size and second alone."""
 
     def get_code(self, fullname: str) -> types.CodeType:
-        code: types.CodeType = self.source_to_code(self.get_data(self.path), self.path)
-        return code
+        return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def _from_file(path: pathlib.Path) -> Bench:

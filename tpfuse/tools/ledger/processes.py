@@ -21,8 +21,7 @@ def on_ranks(size: int, fn: Callable[..., T], *args: Any) -> T:
     """
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_work, (size, folder, fn, args), nprocs=size)
-        result: T = pickle.loads((Path(folder) / "result").read_bytes())
-        return result
+        return pickle.loads((Path(folder) / "result").read_bytes())
 
 
 def _work(rank: int, size: int, folder: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -179,14 +179,12 @@ class Stages:
 
     def seconds(self, kind: str) -> Array:
         """Returns the seconds of a pass."""
-        seconds: Array = self.passes[..., KINDS.index(kind)]
-        return seconds
+        return self.passes[..., KINDS.index(kind)]
 
     @property
     def both(self) -> Array:
         """Seconds of a micro-batch, forward and backward."""
-        both: Array = self.seconds(FORWARD) + self.seconds(BACKWARD)
-        return both
+        return self.seconds(FORWARD) + self.seconds(BACKWARD)
 
 
 def _row(piece: PieceCost, split: bool) -> Array:

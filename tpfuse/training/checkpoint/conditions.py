@@ -96,8 +96,7 @@ def _defaults_of(model: nn.Module) -> dict[str, Any]:
 
 
 def _as_json(fields: dict[str, Any]) -> dict[str, Any]:
-    copy: dict[str, Any] = json.loads(json.dumps(fields, default=_json))
-    return copy
+    return json.loads(json.dumps(fields, default=_json))
 
 
 def _json(value: Any) -> Any:

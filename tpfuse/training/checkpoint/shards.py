@@ -150,7 +150,6 @@ class ShardReader:
                 if file not in self._open:
                     self._open[file] = safe_open(self._folder / file, framework="pt")
                 opened = self._open[file]
-                part: Tensor = opened.get_slice(name)[index] if index else opened.get_tensor(name)
-                return part
+                return opened.get_slice(name)[index] if index else opened.get_tensor(name)
 
         return read

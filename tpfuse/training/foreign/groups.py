@@ -196,8 +196,7 @@ def _one_dim_ranks(arguments: Arguments) -> list[int]:
 
 
 def _mesh_ranks(mesh: DeviceMesh) -> list[int]:
-    ranks: list[int] = mesh.mesh.flatten().tolist()
-    return ranks
+    return mesh.mesh.flatten().tolist()
 
 
 # ---- the tools ----

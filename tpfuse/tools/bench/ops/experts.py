@@ -15,8 +15,7 @@ def inputs(random: Random, M: int, D: int, W: int, E: int, k: int) -> tuple[Tens
 
 
 def tpfuse(x: Tensor, weights: Tensor, chosen: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
-    y: Tensor = reduce_bias_dropout_add_norm(expert_mlps(x, weights, chosen, fc1=fc1, fc2=fc2))[0]
-    return y
+    return reduce_bias_dropout_add_norm(expert_mlps(x, weights, chosen, fc1=fc1, fc2=fc2))[0]
 
 
 def torch(x: Tensor, weights: Tensor, chosen: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:

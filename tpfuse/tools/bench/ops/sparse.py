@@ -22,8 +22,7 @@ def inputs(random: Random, M: int, N: int, K: int, V: int, percent: int) -> tupl
 
 
 def tpfuse(dense: Tensor, x: Tensor, numbers: Tensor, values: Tensor, column_index: Tensor, offsets: Tensor) -> Tensor:
-    y: Tensor = sparse_matmul_op(Vectors(values, column_index, offsets, rows=len(dense), bits=8), numbers)
-    return y
+    return sparse_matmul_op(Vectors(values, column_index, offsets, rows=len(dense), bits=8), numbers)
 
 
 def dense(dense: Tensor, x: Tensor, *vectors: Tensor) -> Tensor:
