@@ -33,16 +33,8 @@ from ..models.files.write import full_tensor
 from ..models.model import Model
 from ..parallel import TensorParallel
 from ..ranks.messages import gather, raise_together, together
+from . import expert_adapter
 from .adaptable import Adaptables, ExpertParameter
-from .expert_adapter import (
-    expert_modules,
-    expert_sources,
-    expert_targets,
-    patterns,
-    stored_module,
-    stored_shapes,
-    take_patterns,
-)
 from .lora_options import check_options
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -116,15 +108,17 @@ def load_adapter(model: nn.Module, path: str | Path, *, trainable: bool = False)
         for name, entry in heads.items():
             _check_tensor(path / WEIGHTS, handle, name, entry.spec.shape)
         names = set(handle.keys()) - heads.keys()
-        parameters = expert_targets(f"load_adapter: {path / CONFIG}", config, everywhere.experts)
+        parameters = expert_adapter.expert_targets(f"load_adapter: {path / CONFIG}", config, everywhere.experts)
         of_experts = {
-            stored_module(name, parameters): stored_shapes(name, everywhere.experts[name], config["r"], apart)
+            expert_adapter.stored_module(name, parameters): expert_adapter.stored_shapes(
+                name, everywhere.experts[name], config["r"], apart
+            )
             for name in parameters
         }
         _check(path / WEIGHTS, handle, names, _shapes(everywhere, config["r"]) | of_experts, required=set(of_experts))
         modules = [m for m in here.layers if f"{_PREFIX}{m}.lora_A.weight" in names]
         for name in sorted(parameters & here.experts.keys()):
-            modules += expert_modules(name, here.experts[name], apart)
+            modules += expert_adapter.expert_modules(name, here.experts[name], apart)
         return config, handle, modules, heads
 
     config, handle, modules, heads = together(examine, base.groups.all())
@@ -209,7 +203,7 @@ def _entries(base: Model) -> list[_Entry]:
     names, entries = ProjectionNames.of(base), []
     for path, _, lora in adapted_layers(base):
         if isinstance(lora, ExpertLoRA):
-            of_experts = expert_sources(names, path, lora, _PREFIX).items()
+            of_experts = expert_adapter.expert_sources(names, path, lora, _PREFIX).items()
             entries += [_Entry(*specs[f"{path}.lora.{leaf}"], source) for leaf, source in of_experts]
             continue
         pattern = "r d -> r 1 d" if isinstance(lora, ColumnLoRA) else "r d -> r d"
@@ -250,7 +244,7 @@ def _pattern(source: Source) -> str:
 
 def _config(base: Model, adapted: _Adapted) -> dict[str, Any]:
     alpha = int(adapted.alpha) if adapted.alpha == int(adapted.alpha) else adapted.alpha
-    of_experts = patterns(adapted.rank, alpha) if adapted.apart else {}
+    of_experts = expert_adapter.patterns(adapted.rank, alpha) if adapted.apart else {}
     return of_experts | dict(
         peft_type="LORA",
         bias="none",
@@ -313,7 +307,7 @@ def read_adapter(path: Path, *, trainable: bool) -> StoredAdapter:
     except (ValueError, OSError) as error:
         raise ValueError(f"load_adapter: {path} must hold {CONFIG} and {WEIGHTS}: {error}") from None
     place = f"load_adapter: {path / CONFIG}"
-    apart = take_patterns(config)
+    apart = expert_adapter.take_patterns(config)
     check_options(place, config, stored=True)
     for key in ("r", "lora_alpha"):
         if key not in config:

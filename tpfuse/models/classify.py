@@ -17,21 +17,10 @@ from torch import Tensor, nn
 from ..kernels.losses.op import check_ids, cross_entropy
 from ..kernels.losses.options import IGNORE
 from ..kernels.norm import dropout
+from ..kernels.runtime import rules
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.op import acc_dtype, scalar
 from ..kernels.runtime.philox import FirstRow
-from ..kernels.runtime.rules import (
-    Rule,
-    boolean,
-    check_rules,
-    described,
-    instance,
-    integer,
-    number,
-    one_of,
-    optional,
-    quoted,
-)
 from ..layers.sites import CLASSIFIER, POOLER
 from ..parallel import TensorParallel
 from .config.model import ModelConfig
@@ -42,22 +31,22 @@ from .inputs import Inputs, readable
 from .rows import BatchRows
 
 REGRESSION, SINGLE, MULTI = PROBLEMS = "regression", "single_label_classification", "multi_label_classification"
-_FIELDS: dict[str, Rule] = dict(
-    num_labels=integer(),
-    per=one_of(PER),
-    problem_type=optional(one_of(PROBLEMS)),
-    dropout=optional(number(0, 1, "[)")),
-    pad_token_id=optional(integer(least=-1)),
+_FIELDS: dict[str, rules.Rule] = dict(
+    num_labels=rules.integer(),
+    per=rules.one_of(PER),
+    problem_type=rules.optional(rules.one_of(PROBLEMS)),
+    dropout=rules.optional(rules.number(0, 1, "[)")),
+    pad_token_id=rules.optional(rules.integer(least=-1)),
 )
-_KEYS: dict[str, Rule] = dict(
-    num_labels=optional(integer()),
-    id2label=optional(instance("an object", Mapping)),
-    problem_type=optional(one_of(PROBLEMS)),
-    classifier_dropout=optional(number(0, 1, "[)")),
-    seq_classif_dropout=optional(number(0, 1, "[)")),
-    hidden_dropout=optional(number(0, 1, "[)")),
-    pad_token_id=optional(integer(least=-1)),
-    token_classification_bias=optional(boolean),
+_KEYS: dict[str, rules.Rule] = dict(
+    num_labels=rules.optional(rules.integer()),
+    id2label=rules.optional(rules.instance("an object", Mapping)),
+    problem_type=rules.optional(rules.one_of(PROBLEMS)),
+    classifier_dropout=rules.optional(rules.number(0, 1, "[)")),
+    seq_classif_dropout=rules.optional(rules.number(0, 1, "[)")),
+    hidden_dropout=rules.optional(rules.number(0, 1, "[)")),
+    pad_token_id=rules.optional(rules.integer(least=-1)),
+    token_classification_bias=rules.optional(rules.boolean),
 )
 
 
@@ -86,7 +75,7 @@ class Classifier:
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        check_rules("Classifier", vars(self), _FIELDS)
+        rules.check_rules("Classifier", vars(self), _FIELDS)
         single = self.problem_type in (None, SINGLE)
         check(self.per == SEQUENCE or single, f"Classifier: per='token' is {SINGLE}, got {self.problem_type!r}")
         several = self.num_labels > 1 or self.problem_type != SINGLE or self.per == TOKEN
@@ -95,14 +84,14 @@ class Classifier:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], family: Family, per: str) -> "Classifier":
         """Returns the head that a config.json describes; ValueError for a value that is none, or not built."""
-        check_rules("Classifier", config, _KEYS)
+        rules.check_rules("Classifier", config, _KEYS)
         check(
             per == SEQUENCE or config.get("token_classification_bias") in (True, None),
             "Classifier: token_classification_bias=False is not built; only True is",
         )
         names, count = config.get("id2label"), config.get("num_labels")
         if names is not None and count not in (None, len(names)):
-            raise ValueError(f"Classifier: num_labels={quoted(count)}, and id2label has {len(names)}")
+            raise ValueError(f"Classifier: num_labels={rules.quoted(count)}, and id2label has {len(names)}")
         values: dict[str, Any] = dict(num_labels=count or 2 if names is None else len(names), per=per)
         if per == SEQUENCE:
             values["problem_type"] = config.get("problem_type")
@@ -194,7 +183,7 @@ class ClassifierHead(ReplicatedLinear):
             place = f" on {device}" * (device.type != "cpu")
             raise ValueError(
                 f"{self.name}: labels of {problem} must be {kind} {' or '.join(map(str, shapes))}{place}, got"
-                f" {described(labels)}"
+                f" {rules.described(labels)}"
             )
         if problem == SINGLE:
             if readable():

@@ -11,18 +11,8 @@ from torch import Tensor
 
 from ..kernels.attn.options import as_key_mask, takes_key_mask
 from ..kernels.losses.op import LOSS, Reduction, check_ids
+from ..kernels.runtime import rules
 from ..kernels.runtime.errors import check
-from ..kernels.runtime.rules import (
-    COUNT,
-    POSITIVE,
-    SAMPLE,
-    STEP,
-    WHOLE,
-    check_number,
-    check_numbers,
-    check_scalar,
-    described,
-)
 
 
 class Inputs(NamedTuple):
@@ -93,7 +83,7 @@ ALIGNED = {
     "position_ids": _INT64,
     "token_type_ids": _INT64,
 }
-_NUMBERS = {"loss_normalizer": POSITIVE, "step": STEP, "first_sample": SAMPLE}
+_NUMBERS = {"loss_normalizer": rules.POSITIVE, "step": rules.STEP, "first_sample": rules.SAMPLE}
 
 
 def readable() -> bool:
@@ -116,13 +106,13 @@ def check_given(name: str, inputs: Inputs, width: int) -> None:
         or embeds.shape[2] != width
         or not embeds.is_floating_point()
     ):
-        raise ValueError(f"{name}: inputs_embeds must be floating [B, S, {width}], got {described(embeds)}")
+        raise ValueError(f"{name}: inputs_embeds must be floating [B, S, {width}], got {rules.described(embeds)}")
 
 
 def check_tokens(name: str, ids: Any) -> None:
     """Raises the ValueError of ``name`` for input_ids that are not int64 [B, S]."""
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype != torch.int64:
-        raise ValueError(f"{name}: input_ids must be int64 [B, S], got {described(ids)}")
+        raise ValueError(f"{name}: input_ids must be int64 [B, S], got {rules.described(ids)}")
 
 
 def check_asked(name: str, inputs: Inputs, headed: bool, cure: str) -> None:
@@ -146,13 +136,13 @@ def check_of_language(name: str, inputs: Inputs, headed: bool) -> None:
         return
     check(inputs.shift_labels is None, f"{name}: give shift_labels or logits_to_keep, both came")
     if not isinstance(keep, Tensor):
-        return check_number(f"{name}: logits_to_keep", keep, WHOLE)
+        return rules.check_number(f"{name}: logits_to_keep", keep, rules.WHOLE)
     fits = keep.dtype == torch.int64 and 0 not in keep.shape and (keep.dim() == 1 or keep.shape[:-1] == (batch,))
     fits |= keep.dtype == torch.bool and keep.shape == inputs.shape
     check(
         fits and keep.dim() <= 2,
         f"{name}: logits_to_keep must be a number of last positions, int64 positions [K] or [{batch}, K], or bool"
-        f" {tuple(inputs.shape)}, got {described(keep)}",
+        f" {tuple(inputs.shape)}, got {rules.described(keep)}",
     )
     if keep.dtype == torch.int64 and readable():
         check_ids(f"{name}: logits_to_keep", keep, seq)
@@ -171,7 +161,7 @@ def check_inputs(
         raise ValueError(f"{name}: {source} must be on {device}, where the model is, got {inputs.tokens.device}")
     (batch, seq), length = inputs.shape, inputs.shape[1] if longest is None else longest
     if batch < 1 or seq < 1:
-        raise ValueError(f"{name}: {source} must have at least one token, got {described(inputs.tokens)}")
+        raise ValueError(f"{name}: {source} must have at least one token, got {rules.described(inputs.tokens)}")
     begins = f" from {start} on" * bool(start)
     check(
         most is None or length + start <= most,
@@ -184,18 +174,18 @@ def check_inputs(
         ):
             place = f" on {device}" * (device.type != "cpu")
             kind = f"{rule.description} {tuple(inputs.shape)} as {source}{place}"
-            raise ValueError(f"{name}: {key} must be {kind}{rule.reason}, got {described(x)}")
+            raise ValueError(f"{name}: {key} must be {kind}{rule.reason}, got {rules.described(x)}")
     for key, number in _NUMBERS.items():
         value = getattr(inputs, key)
         if value is not None:
-            check_scalar(f"{name}: {key}", value, number, readable=readable())
-    check_numbers(name, inputs._asdict(), LOSS)
+            rules.check_scalar(f"{name}: {key}", value, number, readable=readable())
+    rules.check_numbers(name, inputs._asdict(), LOSS)
     Reduction(inputs.reduction, inputs.loss_normalizer).check(name, "loss_normalizer")
     _check_last_sample(name, inputs.first_sample, batch)
     for key in ("return_logits", "output_hidden_states"):
         flag = getattr(inputs, key)
         if flag is not None and not isinstance(flag, bool):
-            raise ValueError(f"{name}: {key} must be True, False or None, got {described(flag)}")
+            raise ValueError(f"{name}: {key} must be True, False or None, got {rules.described(flag)}")
 
 
 def _check_last_sample(name: str, first_sample: int | Tensor | None, batch: int) -> None:
@@ -224,7 +214,7 @@ def check_packed(name: str, inputs: Inputs) -> int | None:
     bounds, longest = inputs.cu_seqlens, inputs.max_seqlen
     if longest is not None:
         check(bounds is not None, f"{name}: max_seqlen needs cu_seqlens, the bounds of packed documents")
-        check_number(f"{name}: max_seqlen", longest, COUNT)
+        rules.check_number(f"{name}: max_seqlen", longest, rules.COUNT)
     if bounds is None:
         return None
     batch, seq = inputs.shape
@@ -232,7 +222,7 @@ def check_packed(name: str, inputs: Inputs) -> int | None:
         one = "packed documents (cu_seqlens) are one row of tokens, input_ids [1, S]"
         raise ValueError(f"{name}: {one}; got a batch of {batch}")
     if not (isinstance(bounds, Tensor) and bounds.dim() == 1 and len(bounds) >= 2 and bounds.dtype == torch.int32):
-        raise ValueError(f"{name}: cu_seqlens must be int32 [N + 1], N >= 1, got {described(bounds)}")
+        raise ValueError(f"{name}: cu_seqlens must be int32 [N + 1], N >= 1, got {rules.described(bounds)}")
     if bounds.device != inputs.tokens.device:
         raise ValueError(f"{name}: cu_seqlens must be on {inputs.tokens.device} as input_ids, got {bounds.device}")
     if not readable() or bounds.device.type != "cpu":

@@ -194,13 +194,29 @@ def comma_separated(kind: Callable[[str], N]) -> Callable[[str], list[N]]:
     return lambda text: [kind(part) for part in text.split(",")]
 
 
-# ---- options of several commands ----
+# ---- options ----
+
+
+def add_flag(parser: Options, name: str, text: str) -> None:
+    parser.add_argument(name, action="store_true", help=text)
+
+
+def add_number(
+    parser: Options, name: str, kind: Callable[[str], float], text: str, default: float | None = None
+) -> None:
+    """Adds an option that takes a number, which ``kind`` makes of its text."""
+    parser.add_argument(name, type=kind, default=default, metavar="X", help=text)
+
+
+def add_count(parser: Options, name: str, text: str, default: int | None = None) -> None:
+    """Adds an option that takes an integer of at least 1."""
+    parser.add_argument(name, type=positive, default=default, metavar="N", help=text)
 
 
 def add_output(parser: Options, *, plot: bool = True) -> None:
     """Adds --json and, with ``plot``, --plot."""
     output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="print JSON in place of tables")
+    add_flag(output, "--json", "print JSON in place of tables")
     if plot:
         output.add_argument(
             "--plot", type=Path, metavar="PNG", help="draw a picture to this file too (needs matplotlib)"
@@ -208,5 +224,4 @@ def add_output(parser: Options, *, plot: bool = True) -> None:
 
 
 def add_seq(parser: Options, default: int) -> None:
-    """Adds --seq."""
-    parser.add_argument("--seq", type=positive, default=default, metavar="N", help="positions in a sequence")
+    add_count(parser, "--seq", "positions in a sequence", default)

@@ -17,17 +17,14 @@ def add_model(parser: Options, default: str | None = None) -> None:
 
 
 def add_dtype(parser: Options, default: str = "bf16") -> None:
-    """Adds --dtype."""
     parser.add_argument("--dtype", choices=DTYPES, default=default, help="dtype of weights and activations")
 
 
 def add_optimizer(parser: Options, default: str = "adamw") -> None:
-    """Adds --optimizer."""
     text = "optimizer whose states are counted; adamw-fp32: fp32 moments and master weights"
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default=default, help=text)
 
 
 def add_arch(parser: Options) -> None:
-    """Adds --arch."""
     text = "GPU architecture whose launch parameters tpfuse's kernels are counted with"
     parser.add_argument("--arch", choices=MULTIPROCESSORS, default="sm_90", help=text)

@@ -29,32 +29,8 @@ from ..runtime.function import Function, once_differentiable
 from ..runtime.main_grad import Main, mains
 from ..runtime.op import GEMM, acc_dtype, autocast, op
 from ..runtime.rules import described
-from .cost import (
-    experts_dact_cost,
-    experts_down_cost,
-    experts_dx_cost,
-    experts_up_cost,
-    experts_wgrad_add_cost,
-    experts_wgrad_cost,
-)
-from .cpu import experts_dact_cpu, experts_down_cpu, experts_dx_cpu, experts_up_cpu, experts_wgrad_cpu
+from . import cost, cpu, reference, triton_grouped
 from .records import ExpertOrder, ExpertRows, Sides
-from .reference import (
-    experts_dact_ref,
-    experts_down_ref,
-    experts_dx_ref,
-    experts_up_ref,
-    experts_wgrad_add_ref,
-    experts_wgrad_ref,
-)
-from .triton_grouped import (
-    experts_dact_launch,
-    experts_down_launch,
-    experts_dx_launch,
-    experts_up_launch,
-    experts_wgrad_add_launch,
-    experts_wgrad_launch,
-)
 
 # ---- ops ----
 
@@ -71,49 +47,54 @@ def _dact_fake(
 
 
 experts_up = op(
-    experts_up_ref, kind=GEMM, cpu=experts_up_cpu, launch=experts_up_launch, fake=_up_fake, cost=experts_up_cost
+    reference.experts_up_ref,
+    kind=GEMM,
+    cpu=cpu.experts_up_cpu,
+    launch=triton_grouped.experts_up_launch,
+    fake=_up_fake,
+    cost=cost.experts_up_cost,
 )
 experts_down = op(
-    experts_down_ref,
+    reference.experts_down_ref,
     kind=GEMM,
-    cpu=experts_down_cpu,
-    launch=experts_down_launch,
+    cpu=cpu.experts_down_cpu,
+    launch=triton_grouped.experts_down_launch,
     fake=lambda a, rows, w2, weights, count, tile=0, room=0: a.new_empty(count + room, w2.shape[1]),
-    cost=experts_down_cost,
+    cost=cost.experts_down_cost,
 )
 experts_dact = op(
-    experts_dact_ref,
+    reference.experts_dact_ref,
     kind=GEMM,
-    cpu=experts_dact_cpu,
-    launch=experts_dact_launch,
+    cpu=cpu.experts_dact_cpu,
+    launch=triton_grouped.experts_dact_launch,
     fake=_dact_fake,
-    cost=experts_dact_cost,
+    cost=cost.experts_dact_cost,
 )
 experts_dx = op(
-    experts_dx_ref,
+    reference.experts_dx_ref,
     kind=GEMM,
-    cpu=experts_dx_cpu,
-    launch=experts_dx_launch,
+    cpu=cpu.experts_dx_cpu,
+    launch=triton_grouped.experts_dx_launch,
     fake=lambda dz, rows, w1, count, room: dz.new_empty(count + room, w1.shape[2]),
-    cost=experts_dx_cost,
+    cost=cost.experts_dx_cost,
 )
 experts_wgrad = op(
-    experts_wgrad_ref,
+    reference.experts_wgrad_ref,
     kind=GEMM,
-    cpu=experts_wgrad_cpu,
-    launch=experts_wgrad_launch,
+    cpu=cpu.experts_wgrad_cpu,
+    launch=triton_grouped.experts_wgrad_launch,
     fake=lambda sides, dtype: sides.dy.new_empty(
         len(sides.offsets) - 1, sides.dy.shape[1], sides.x.shape[1], dtype=dtype
     ),
-    cost=experts_wgrad_cost,
+    cost=cost.experts_wgrad_cost,
 )
 experts_wgrad_add = op(
-    experts_wgrad_add_ref,
+    reference.experts_wgrad_add_ref,
     kind=GEMM,
-    launch=experts_wgrad_add_launch,
+    launch=triton_grouped.experts_wgrad_add_launch,
     fake=lambda sides, total: None,
     mutates=("total",),
-    cost=experts_wgrad_add_cost,
+    cost=cost.experts_wgrad_add_cost,
 )
 
 

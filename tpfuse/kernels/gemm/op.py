@@ -25,15 +25,8 @@ from ..runtime.leaves import tree
 from ..runtime.main_grad import mains, wanted
 from ..runtime.op import ELEMENTWISE, GEMM, acc_dtype, as_rows, autocast, dtype_of, op
 from ..runtime.tiles import check_alike, check_tiles_device, in_tiles
+from . import cost
 from .activation import ACTIVATIONS, GATED, PLAIN, width
-from .cost import (
-    bias_grad_cost,
-    linear_dgrad_act_cost,
-    linear_dgrad_cost,
-    linear_fwd_cost,
-    linear_wgrad_add_cost,
-    linear_wgrad_cost,
-)
 from .runs import gradient_of, value_of
 from .triton_activation import activation_bwd_cost, activation_bwd_launch, activation_fwd_launch, bias_grad_launch
 from .triton_gemm import linear_dgrad_act_launch, linear_dgrad_launch, linear_fwd_launch, linear_wgrad_launch
@@ -181,26 +174,26 @@ activation_bwd = op(
     cost=activation_bwd_cost,
 )
 linear_fwd = op(
-    linear_fwd_ref, kind=GEMM, launch=linear_fwd_launch, check=_check_fwd, replay=True, cost=linear_fwd_cost
+    linear_fwd_ref, kind=GEMM, launch=linear_fwd_launch, check=_check_fwd, replay=True, cost=cost.linear_fwd_cost
 )
-linear_dgrad = op(linear_dgrad_ref, kind=GEMM, launch=linear_dgrad_launch, replay=True, cost=linear_dgrad_cost)
+linear_dgrad = op(linear_dgrad_ref, kind=GEMM, launch=linear_dgrad_launch, replay=True, cost=cost.linear_dgrad_cost)
 linear_dgrad_act = op(
     linear_dgrad_act_ref,
     kind=GEMM,
     launch=linear_dgrad_act_launch,
     cpu=_linear_dgrad_act_cpu,
     replay=True,
-    cost=linear_dgrad_act_cost,
+    cost=cost.linear_dgrad_act_cost,
 )
-linear_wgrad = op(linear_wgrad_ref, kind=GEMM, launch=linear_wgrad_launch, replay=True, cost=linear_wgrad_cost)
+linear_wgrad = op(linear_wgrad_ref, kind=GEMM, launch=linear_wgrad_launch, replay=True, cost=cost.linear_wgrad_cost)
 linear_wgrad_add = op(
     linear_wgrad_add_ref,
     kind=GEMM,
     fake=lambda dy, x, out, bias, fixed=False: column_sum(dy, bias),
     mutates=("out",),
-    cost=linear_wgrad_add_cost,
+    cost=cost.linear_wgrad_add_cost,
 )
-bias_grad = op(bias_grad_ref, kind=ELEMENTWISE, launch=bias_grad_launch, replay=True, cost=bias_grad_cost)
+bias_grad = op(bias_grad_ref, kind=ELEMENTWISE, launch=bias_grad_launch, replay=True, cost=cost.bias_grad_cost)
 
 
 # ---- in tiles of rows ----

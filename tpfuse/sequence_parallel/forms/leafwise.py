@@ -20,15 +20,6 @@ from torch import Tensor
 
 from ...kernels.gemm import op as gemm
 from ...kernels.gemm.activation import width
-from ...kernels.gemm.op import (
-    activation_bwd,
-    activation_fwd,
-    check_tiles,
-    linear_dgrad,
-    linear_fwd,
-    linear_wgrad,
-    linear_wgrad_add,
-)
 from ...kernels.runtime.leaves import split_columns, tree_of_new
 from ...kernels.runtime.op import launched
 from ...kernels.runtime.shortcut import Shortcut
@@ -46,7 +37,7 @@ def _side_by_side(columns: Iterable[Tensor]) -> Tensor:
 
 
 def _linear(x: Tensor, w: Tensor, b: Tensor | None, leaf: int) -> Tensor:
-    return linear_fwd(x, w, b, "none", leaf=0)[0]
+    return gemm.linear_fwd(x, w, b, "none", leaf=0)[0]
 
 
 def _linear_by_leaves(x: Tensor, w: Tensor, b: Tensor | None, leaf: int) -> Tensor:
@@ -62,21 +53,21 @@ def column_fwd(x: Tensor, linear: LinearWeights, leaf: int, tile: int) -> tuple[
     """x [M, K], w [N, K] -> y, z as linear_fwd, by leaves of so many of the N, and tiles of so many rows unless 0."""
     w, b, activation = linear
     if launched(x):
-        y, z = linear_fwd(x, w, b, activation, leaf=0)
+        y, z = gemm.linear_fwd(x, w, b, activation, leaf=0)
         return y, z
     for n in {leaf, len(w) % leaf or leaf} if tile else ():  # the last leaf may be narrower
-        check_tiles(x, w[:n], b, activation, tile=tile)
+        gemm.check_tiles(x, w[:n], b, activation, tile=tile)
     return in_tiles(lambda rows: _column_fwd(rows, linear, leaf), x, tile)
 
 
 def _column_fwd(x: Tensor, linear: LinearWeights, leaf: int) -> tuple[Tensor, ...]:
     w, b, activation = linear
     z = _COLUMN_FWD(x, w, b, leaf)
-    return (z, z.new_empty(0)) if activation == "none" else (activation_fwd(z, activation), z)
+    return (z, z.new_empty(0)) if activation == "none" else (gemm.activation_fwd(z, activation), z)
 
 
 def _leaf_fwd(x: Tensor, w: Tensor) -> Tensor:
-    return linear_fwd(x, w, None, "none")[0]
+    return gemm.linear_fwd(x, w, None, "none")[0]
 
 
 def _contiguous_leaf_fwd(x: Tensor, w: Tensor) -> Tensor:
@@ -89,10 +80,10 @@ _LEAF_FWD = Shortcut(_contiguous_leaf_fwd, _leaf_fwd, _leaf_fwd)
 def row_fwd(x: Tensor, w: Tensor, leaf: int, tile: int) -> Tensor:
     """x [M, K], w [N, K] -> this rank's node of the sum over K, [M, N], by tiles of so many rows unless 0."""
     if launched(x):
-        return linear_fwd(x, w, None, "none", leaf=leaf)[0]
+        return gemm.linear_fwd(x, w, None, "none", leaf=leaf)[0]
     weights = w.split(leaf, 1)
     if tile:
-        check_tiles(x, weights[0], None, "none", tile=tile)
+        gemm.check_tiles(x, weights[0], None, "none", tile=tile)
 
     def node(rows: Tensor) -> tuple[Tensor]:
         return (tree_of_new(_LEAF_FWD(x_v, w_v) for x_v, w_v in zip(rows.split(leaf, 1), weights, strict=True)),)
@@ -101,11 +92,11 @@ def row_fwd(x: Tensor, w: Tensor, leaf: int, tile: int) -> Tensor:
 
 
 def _leaf_dgrad(dy: Tensor, w: Tensor) -> Tensor:
-    return linear_dgrad(dy, w)
+    return gemm.linear_dgrad(dy, w)
 
 
 def _contiguous_leaf_dgrad(dy: Tensor, w: Tensor) -> Tensor:
-    return linear_dgrad(dy.contiguous(), w)
+    return gemm.linear_dgrad(dy.contiguous(), w)
 
 
 _LEAF_DGRAD = Shortcut(_contiguous_leaf_dgrad, _leaf_dgrad, _leaf_dgrad)
@@ -114,16 +105,16 @@ _LEAF_DGRAD = Shortcut(_contiguous_leaf_dgrad, _leaf_dgrad, _leaf_dgrad)
 def column_dgrad(dy: Tensor, w: Tensor, leaf: int) -> Tensor:
     """dy [M, N], w [N, K] -> this rank's node of the sum over N, [M, K]."""
     if launched(dy):
-        return linear_dgrad(dy, w, leaf)
+        return gemm.linear_dgrad(dy, w, leaf)
     return tree_of_new(_LEAF_DGRAD(dy_v, w_v) for dy_v, w_v in zip(dy.split(leaf, 1), w.split(leaf), strict=True))
 
 
 def _row_dgrad(dy: Tensor, w: Tensor, leaf: int) -> Tensor:
-    return linear_dgrad(dy, w, 0)
+    return gemm.linear_dgrad(dy, w, 0)
 
 
 def _row_dgrad_by_leaves(dy: Tensor, w: Tensor, leaf: int) -> Tensor:
-    return _side_by_side(linear_dgrad(dy, w_v) for w_v in split_columns(w, leaf))
+    return _side_by_side(gemm.linear_dgrad(dy, w_v) for w_v in split_columns(w, leaf))
 
 
 # dy [M, N], w [N, K] -> [M, K], by leaves of K
@@ -150,15 +141,15 @@ def bias_grad(dy: Tensor, dtype: torch.dtype | None, leaf: int) -> Tensor | None
 
 
 def _wgrad(dy: Tensor, x: Tensor, dtype: torch.dtype, leaf: int) -> Tensor:
-    return linear_wgrad(dy, x, dtype, None, fixed=True)[0]
+    return gemm.linear_wgrad(dy, x, dtype, None, fixed=True)[0]
 
 
 def _column_wgrad_by_leaves(dy: Tensor, x: Tensor, dtype: torch.dtype, leaf: int) -> Tensor:
-    return torch.cat([linear_wgrad(dy_v, x, dtype, None)[0] for dy_v in split_columns(dy, leaf)])
+    return torch.cat([gemm.linear_wgrad(dy_v, x, dtype, None)[0] for dy_v in split_columns(dy, leaf)])
 
 
 def _row_wgrad_by_leaves(dy: Tensor, x: Tensor, dtype: torch.dtype, leaf: int) -> Tensor:
-    return _side_by_side(linear_wgrad(dy, x_v, dtype, None)[0] for x_v in split_columns(x, leaf))
+    return _side_by_side(gemm.linear_wgrad(dy, x_v, dtype, None)[0] for x_v in split_columns(x, leaf))
 
 
 _COLUMN_WGRAD = Shortcut(_column_wgrad_by_leaves, _wgrad, _wgrad)
@@ -181,7 +172,7 @@ class ColumnGrad(NamedTuple):
     def add_to(self, total: Tensor) -> Tensor | None:
         x, pieces = self.n.rows(), zip(split_columns(self.dy, self.leaf), total.split(self.leaf), strict=True)
         for dy_v, part in pieces:
-            linear_wgrad_add(dy_v, x, part, None, fixed=True)
+            gemm.linear_wgrad_add(dy_v, x, part, None, fixed=True)
         return bias_grad(self.dy, self.bias, self.leaf)
 
 
@@ -198,7 +189,7 @@ class RowGrad(NamedTuple):
 
     def add_to(self, total: Tensor) -> Tensor | None:
         for x_v, part in zip(split_columns(self.x, self.leaf), total.split(self.leaf, 1), strict=True):
-            linear_wgrad_add(self.dy, x_v, part, None, fixed=True)
+            gemm.linear_wgrad_add(self.dy, x_v, part, None, fixed=True)
         return None
 
 
@@ -250,7 +241,7 @@ class Leafwise(NamedTuple):
         dy, leaf = gather_rows(dp, tp), self.leaf // width(mlp.activation)
         da = row_dgrad(dy, mlp.w2, leaf)
         rebuild = saved.a is None and grads.out_weight
-        dz, _, rebuilt = activation_bwd(da, saved.z, mlp.activation, rebuild=rebuild, bias=None)
+        dz, _, rebuilt = gemm.activation_bwd(da, saved.z, mlp.activation, rebuild=rebuild, bias=None)
         a = rebuilt if saved.a is None else saved.a
         dn, dw1, dw2 = scatter_rows(column_dgrad(dz, mlp.w1, self.leaf), tp), None, None
         if grads.out_weight:

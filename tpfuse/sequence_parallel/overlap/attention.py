@@ -22,16 +22,7 @@ from ...kernels.attn.options import Options, scores
 from ...kernels.runtime.op import GEMM, Cost, acc_dtype, new_vector, op
 from ..flight import Flight, pieces
 from ..records import LinearWeights, Projections, Run, WeightGrad, run
-from .steps import (
-    gather_and_multiply,
-    gather_in_background,
-    gemm,
-    message_cost,
-    multiply_and_send,
-    outgoing,
-    present,
-    row_count,
-)
+from . import steps
 
 
 class AttentionBackward(NamedTuple):
@@ -77,22 +68,22 @@ def gather_attention_exchange_fwd_ref(
     """n [R, m, D] -> parts [R, m, D], qkv [M, G, Q + 2, E], o [M, K], lse [B, H, S]."""
     label, (R, m, D) = "gather_attention_exchange forward", n.shape
     linear, w_out = LinearWeights(weights.w, weights.b, "none"), weights.w_out
-    qkv, _ = gather_and_multiply(f"{label} (n)", n, linear, group_name)
+    qkv, _ = steps.gather_and_multiply(f"{label} (n)", n, linear, group_name)
     qkv = qkv.view(R * m, -1, weights.heads_per_group, weights.head_width)
     if not _by_tiles(qkv, m, options.batch):
         o, lse = attention_fwd(qkv, options)
-        leaving = outgoing(f"{label} (parts)", R * m, w_out, R, group_name=group_name)
-        return multiply_and_send(leaving, o, w_out).finish(), qkv, o, lse
+        leaving = steps.outgoing(f"{label} (parts)", R * m, w_out, R, group_name=group_name)
+        return steps.multiply_and_send(leaving, o, w_out).finish(), qkv, o, lse
     work = Forward(qkv, options)
     tiles, rows_of_o = Tiles(work, m), work.o.view(R, m, -1)
     flight = Flight(f"{label} (parts)", n.new_empty(R - 1, m, D), n.new_empty(n.shape), group_name, cut=pieces(m))
     for rows in flight.cut:
         for to in flight.after:
             tiles.attend(to, rows.stop, ahead=True)
-            gemm(rows_of_o[to, rows], w_out, None, flight.outgoing(to, rows))
+            steps.gemm(rows_of_o[to, rows], w_out, None, flight.outgoing(to, rows))
             flight.post(to, rows)
     tiles.attend(flight.rank, m, ahead=True)
-    gemm(rows_of_o[flight.rank], w_out, None, flight.received[flight.rank])
+    steps.gemm(rows_of_o[flight.rank], w_out, None, flight.received[flight.rank])
     return flight.finish(), qkv, work.o, work.lse
 
 
@@ -101,7 +92,7 @@ def gather_attention_exchange_bwd_ref(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> dn [R, m, D] unsummed, dw, db (empty unless asked for), dw_out."""
     dn, dw, db, dw_out = gather_attention_exchange_bwd_by(run, inputs, weights, options, group_name=group_name)
-    return dn, present(dw), present(db, inputs.n), present(dw_out)
+    return dn, steps.present(dw), steps.present(db, inputs.n), steps.present(dw_out)
 
 
 def gather_attention_exchange_bwd_by(
@@ -113,7 +104,7 @@ def gather_attention_exchange_bwd_by(
     label, (R, m, _) = "gather_attention_exchange backward", n.shape
     dy, do = dp.new_empty(dp.shape), dp.new_empty(R, m, w_out.shape[1])
     flight = Flight(f"{label} (dp)", dp, dy, group_name, cut=pieces(m), copy_own=True)
-    rows_of_n = gather_in_background(f"{label} (n)", n, group_name)
+    rows_of_n = steps.gather_in_background(f"{label} (n)", n, group_name)
     flight.post_all()
     rows_of_n.post_all()
     work = Backward(do.flatten(0, 1), qkv, o, options) if _by_tiles(qkv, m, options.batch) else None
@@ -136,7 +127,9 @@ def gather_attention_exchange_bwd_by(
             work.finish(samples)
         dqkv = work.dqkv
     dqkv = dqkv.flatten(1)
-    leaving = multiply_and_send(outgoing(f"{label} (dn)", R * m, w.t(), R, group_name=group_name), dqkv, w.t())
+    leaving = steps.multiply_and_send(
+        steps.outgoing(f"{label} (dn)", R * m, w.t(), R, group_name=group_name), dqkv, w.t()
+    )
     dw_out, _ = run("out_weight", WeightGrad(dy, o, w_out.dtype, None))
     dw, db = run("weight", WeightGrad(dqkv, rows_of_n.finish().flatten(0, 1), w.dtype, bias))
     return leaving.finish(), dw, db, dw_out
@@ -146,7 +139,7 @@ def _fwd_fake(
     n: Tensor, weights: Projections, options: Options, group_name: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     slots, E = weights.heads_per_group, weights.head_width
-    M, K = row_count(n), weights.w_out.shape[1]
+    M, K = steps.row_count(n), weights.w_out.shape[1]
     qkv = n.new_empty(M, len(weights.w) // (slots * E), slots, E)
     lse = n.new_empty(options.batch, K // E, options.seq, dtype=acc_dtype(n))
     return n.new_empty(n.shape), qkv, n.new_empty(M, K), lse
@@ -163,7 +156,7 @@ def _fwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
     """The GEMMs and attention's two products, 4 E flops a score."""
     (n, weights, options, _), (_, qkv, _, _) = args, outputs
     scored, computed = scores(qkv, options)
-    cost = message_cost(args, outputs, tiles=n, messages=2, products=_products(qkv, weights))
+    cost = steps.message_cost(args, outputs, tiles=n, messages=2, products=_products(qkv, weights))
     return cost._replace(flops=cost.flops + 4 * qkv.shape[-1] * scored, scores=computed)
 
 
@@ -171,7 +164,7 @@ def _bwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
     """The GEMMs twice, and attention's five products, 10 E flops a score."""
     (_, n, qkv, *_), weights, options, _ = args
     scored, computed = scores(qkv, options)
-    cost = message_cost(args, outputs, tiles=n, messages=3, products=2 * _products(qkv, weights))
+    cost = steps.message_cost(args, outputs, tiles=n, messages=3, products=2 * _products(qkv, weights))
     return cost._replace(flops=cost.flops + 10 * qkv.shape[-1] * scored, scores=computed)
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...kernels.runtime.rules import NOT_NEGATIVE, check_number
-from ..command import CommandParser, unknown
+from ..command import CommandParser, add_number, unknown
 from . import output, plots
 from .definition import DTYPES, MODES, Bench, Shape, discover, load, load_all, written
 from .measure import cache_bytes
@@ -62,7 +62,7 @@ def register(p: CommandParser) -> None:
     p.add_argument("--dtype", default="bf16", metavar="DTYPE,..", help="dtypes: bf16, fp16, fp32")
     p.add_argument("--mode", default="fwd,bwd", metavar="MODE,..", help=modes)
     p.add_argument("--dropout", type=float, metavar="P", help="dropout rate of the ops that have one (default: 0.1)")
-    p.add_argument("--seconds", type=float, default=1.0, metavar="X", help="time spent on a shape and mode, in seconds")
+    add_number(p, "--seconds", float, "time spent on a shape and mode, in seconds", 1.0)
     files = p.add_argument_group("output")
     files.add_argument("--csv", type=Path, metavar="FILE", help="write rows for a spreadsheet to this file")
     printed = "print JSON in place of tables; with FILE.json, print tables and write JSON there"

@@ -13,7 +13,8 @@ from ...models.config.model import ModelConfig
 from ...models.files.read import INDEX, SINGLE
 from ...models.model import Model
 from ...parallel import BITWISE, TensorParallel
-from ..command import CommandParser, add_output, add_seq, comma_separated, positive, print_result
+from .. import command as cli
+from ..command import CommandParser
 from ..ledger.presets import load_config
 from ..ledger.processes import on_ranks
 from ..options import DTYPES, MODEL_HELP, add_dtype
@@ -50,7 +51,7 @@ def register(p: CommandParser) -> None:
     )
     p.add_argument("model", metavar="MODEL", help=f"{MODEL_HELP}; weights in the directory are read")
     p.add_argument(
-        "--tp", type=comma_separated(positive), default="1,2,4", metavar="N,..", help="tensor-parallel sizes"
+        "--tp", type=cli.comma_separated(cli.positive), default="1,2,4", metavar="N,..", help="tensor-parallel sizes"
     )
     p.add_argument(
         "--sequence-parallel",
@@ -61,12 +62,12 @@ def register(p: CommandParser) -> None:
     p.add_argument(
         "--bitwise", type=_leaves, default=8, metavar="V", help=f"leaves of what is split, or {OFF!r} for sums by rank"
     )
-    p.add_argument("--batch", type=positive, default=3, metavar="N", help="sequences of random tokens in a step")
-    add_seq(p, 13)
-    p.add_argument("--steps", type=positive, default=1, metavar="N", help="steps of AdamW with clipping")
+    cli.add_count(p, "--batch", "sequences of random tokens in a step", 3)
+    cli.add_seq(p, 13)
+    cli.add_count(p, "--steps", "steps of AdamW with clipping", 1)
     p.add_argument("--saving", choices=SAVING, default=SAVING[0], help="what blocks keep for backward")
     add_dtype(p, "fp32")
-    add_output(p, plot=False)
+    cli.add_output(p, plot=False)
 
 
 def _leaves(text: str) -> int | None:
@@ -87,7 +88,7 @@ def _run(args: Namespace) -> int:
     if isinstance(result, ValueError):
         raise result
     options = dict(model=args.model, dtype=args.dtype, bitwise=args.bitwise)
-    print_result(args, str(result), dict(options, same=result.same, layouts=[row.json() for row in result]))
+    cli.print_result(args, str(result), dict(options, same=result.same, layouts=[row.json() for row in result]))
     return 0 if result.same else 1
 
 

@@ -12,17 +12,8 @@ from ...models.config.model import ModelConfig
 from ...models.stack import FULL, RECOMPUTE, saving_of
 from ...parallel import CP_KINDS
 from ...pipeline.schedules import TRAINED
-from ..command import (
-    CommandParser,
-    Options,
-    add_output,
-    add_seq,
-    bounded,
-    comma_separated,
-    positive,
-    present,
-    print_result,
-)
+from .. import command as cli
+from ..command import CommandParser, Options
 from ..options import DTYPES, MODEL_HELP, add_arch, add_dtype, add_model, add_optimizer
 from . import dryrun, layer, page, plots, stages
 from .presets import load_config
@@ -35,25 +26,19 @@ from .text import quantity, table
 
 def _add_sizes(p: Options) -> None:
     """Adds --tp, --dp and the options of a pipeline."""
-    p.add_argument("--tp", type=positive, default=1, metavar="N", help="tensor-parallel size")
-    p.add_argument("--dp", type=positive, default=1, metavar="N", help="number of replicas (data-parallel size)")
-    p.add_argument("--pp", type=positive, default=1, metavar="N", help="ranks that the layers are spread over")
+    cli.add_count(p, "--tp", "tensor-parallel size", 1)
+    cli.add_count(p, "--dp", "number of replicas (data-parallel size)", 1)
+    cli.add_count(p, "--pp", "ranks that the layers are spread over", 1)
     p.add_argument(
         "--schedule", choices=TRAINED, default="1f1b", help="schedule of the pipeline, where --pp is above 1"
     )
-    p.add_argument(
-        "--micro-batches", type=positive, default=8, metavar="N", help="micro-batches in a step of the pipeline"
-    )
-    p.add_argument(
-        "--chunks", type=positive, metavar="N", help="stages on a rank, of interleaved and zero-bubble (default: 2)"
-    )
+    cli.add_count(p, "--micro-batches", "micro-batches in a step of the pipeline", 8)
+    cli.add_count(p, "--chunks", "stages on a rank, of interleaved and zero-bubble (default: 2)")
 
 
 def add_context(p: Options) -> None:
     """Adds --cp and --cp-kind."""
-    p.add_argument(
-        "--cp", type=positive, default=1, metavar="N", help="context-parallel size: ranks with a piece of each sequence"
-    )
+    cli.add_count(p, "--cp", "context-parallel size: ranks with a piece of each sequence", 1)
     p.add_argument(
         "--cp-kind",
         choices=CP_KINDS,
@@ -64,21 +49,21 @@ def add_context(p: Options) -> None:
 
 def _add_imbalance(p: Options) -> None:
     """Adds --imbalance."""
-    p.add_argument(
+    cli.add_number(
+        p,
         "--imbalance",
-        type=bounded(float, lambda x: x >= 1, "a number of at least 1"),
-        default=1.0,
-        metavar="X",
-        help="of a model with experts: count the rank whose experts have the most rows, X times the mean (default: 1)",
+        cli.bounded(float, lambda x: x >= 1, "a number of at least 1"),
+        "of a model with experts: count the rank whose experts have the most rows, X times the mean (default: 1)",
+        1.0,
     )
 
 
 def add_saving(p: Options) -> None:
     """Adds the options of what a step keeps for backward."""
-    p.add_argument(
+    cli.add_flag(
+        p,
         "--no-sequence-parallel",
-        action="store_true",
-        help="keep all rows on every tensor-parallel rank between GEMMs, in place of a share of them",
+        "keep all rows on every tensor-parallel rank between GEMMs, in place of a share of them",
     )
     p.add_argument(
         "--saving", choices=SAVING, help="keep for backward what is fastest, or what is smallest (default: fastest)"
@@ -95,8 +80,8 @@ def _add_step(p: Options) -> None:
     _add_sizes(p)
     add_context(p)
     _add_imbalance(p)
-    add_seq(p, 2048)
-    p.add_argument("--micro-batch", type=positive, default=1, metavar="N", help="sequences that a replica runs at once")
+    cli.add_seq(p, 2048)
+    cli.add_count(p, "--micro-batch", "sequences that a replica runs at once", 1)
     add_over_replicas(p)
     add_dtype(p)
     add_saving(p)
@@ -104,9 +89,7 @@ def _add_step(p: Options) -> None:
 
 
 def add_over_replicas(p: Options) -> None:
-    p.add_argument(
-        "--over-replicas", action="store_true", help="divide experts among the ranks of all replicas, not of each"
-    )
+    cli.add_flag(p, "--over-replicas", "divide experts among the ranks of all replicas, not of each")
 
 
 def plan_of(args: Namespace, tp: int, dp: int, micro_batch: int, optimizer: str = "adamw") -> dryrun.Plan:
@@ -142,35 +125,31 @@ def register_ledger(p: CommandParser) -> None:
     """Adds the options of ``ledger``."""
     p.runs(_run_ledger)
     p.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    p.add_argument("--batch", type=positive, default=8, metavar="N", help="number of sequences")
-    add_seq(p, 512)
+    cli.add_count(p, "--batch", "number of sequences", 8)
+    cli.add_seq(p, 512)
     add_dtype(p)
-    p.add_argument(
-        "--tp",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="tensor-parallel size, with sequence parallelism; above 1, as of --cp, tpfuse's columns alone",
+    cli.add_count(
+        p, "--tp", "tensor-parallel size, with sequence parallelism; above 1, as of --cp, tpfuse's columns alone", 1
     )
     add_context(p)
     _add_imbalance(p)
-    index = bounded(int, lambda x: x >= 0, "a number of at least 0")
+    index = cli.bounded(int, lambda x: x >= 0, "a number of at least 0")
     p.add_argument(
         "--layer", type=index, default=0, metavar="N", help="number of the layer that is counted (default: 0)"
     )
     add_arch(p)
-    p.add_argument("--ops", action="store_true", help="list every op of tpfuse's layer too")
-    p.add_argument(
+    cli.add_flag(p, "--ops", "list every op of tpfuse's layer too")
+    cli.add_number(
+        p,
         "--ms",
-        type=float,
-        metavar="X",
-        help="measured time of tpfuse's layer (fastest), in ms, for its memory usage efficiency; needs --bandwidth",
+        float,
+        "measured time of tpfuse's layer (fastest), in ms, for its memory usage efficiency; needs --bandwidth",
     )
-    p.add_argument("--bandwidth", type=float, metavar="X", help="peak bandwidth of the memory, in GB/s; needs --ms")
+    cli.add_number(p, "--bandwidth", float, "peak bandwidth of the memory, in GB/s; needs --ms")
     p.add_argument(
         "--html", type=Path, metavar="FILE", help="write a page too, with sliders for sizes, splits, devices and links"
     )
-    add_output(p)
+    cli.add_output(p)
 
 
 def _run_ledger(args: Namespace) -> None:
@@ -202,7 +181,7 @@ def _run_ledger(args: Namespace) -> None:
         ]
         header = "op", "kind", "phase", "calls", "read", "written", "computed"
         text += ["\ntpfuse fastest, op by op:", table(header, rows)]
-    present(args, "\n".join(text), values, lambda path: plots.layer_map(comparison, path))
+    cli.present(args, "\n".join(text), values, lambda path: plots.layer_map(comparison, path))
 
 
 # ---- memory ----
@@ -213,7 +192,7 @@ def register_memory(p: CommandParser) -> None:
     p.runs(_run_memory)
     add_model(p)
     _add_step(p)
-    add_output(p)
+    cli.add_output(p)
 
 
 class _Case(NamedTuple):
@@ -268,7 +247,7 @@ def _run_memory(args: Namespace) -> None:
     state, numbers = _rank_memory(args, config, plan)
     head = f"saved for backward by one layer on one rank; sbh = {unit:,}, bytes of {args.dtype}"
     saved = table(("", "sbh", "a layer", "layers", "all of them", "measured a layer"), rows)
-    present(
+    cli.present(
         args,
         f"{head}\n{saved}\n\n{state}",
         dict(activations=values) | numbers,
@@ -293,22 +272,18 @@ def _rank_memory(args: Namespace, config: ModelConfig, plan: dryrun.Plan) -> tup
 def register_dryrun(p: CommandParser) -> None:
     """Adds the options of ``dryrun``."""
     p.runs(_run_dryrun)
-    integers = comma_separated(positive)
+    integers = cli.comma_separated(cli.positive)
     add_model(p)
     _add_step(p)
     add_arch(p)
-    p.add_argument(
-        "--sweep",
-        action="store_true",
-        help="show how each cost grows with --tps and --ranks, in place of --tp and --dp",
-    )
+    cli.add_flag(p, "--sweep", "show how each cost grows with --tps and --ranks, in place of --tp and --dp")
     p.add_argument(
         "--tps", type=integers, default="1,2,4,8,16,32,64", metavar="N,..", help="tensor-parallel sizes of --sweep"
     )
     p.add_argument(
         "--ranks", type=integers, default="1,8,64,512,4096", metavar="N,..", help="numbers of ranks of --sweep"
     )
-    add_output(p)
+    cli.add_output(p)
 
 
 def _run_dryrun(args: Namespace) -> None:
@@ -334,13 +309,13 @@ def _run_sweep(args: Namespace, config: ModelConfig) -> None:
         else dryrun.as_json(p.plan, p.held, p.work)
         for p in points
     ]
-    present(args, dryrun.sweep_table(points), values, lambda path: plots.growth(points, path))
+    cli.present(args, dryrun.sweep_table(points), values, lambda path: plots.growth(points, path))
 
 
 def _run_stages(args: Namespace, config: ModelConfig) -> None:
     with pretending(args.arch):
         ranks = stages.run(config, _step_plan(args), _pipe(args))
-    print_result(args, stages.report(ranks), dict(config=asdict(config), ranks=stages.as_json(ranks)))
+    cli.print_result(args, stages.report(ranks), dict(config=asdict(config), ranks=stages.as_json(ranks)))
 
 
 def _run_rank(args: Namespace, config: ModelConfig) -> None:
@@ -352,4 +327,4 @@ def _run_rank(args: Namespace, config: ModelConfig) -> None:
     values = dict(config=asdict(config)) | dryrun.as_json(r.plan, r.held, r.work) | dict(formulas=formulas)
     title = f"{args.model}, {r.plan.axes}: memory of a rank"
     draw = lambda path: plots.bars(bars, path, title=title, axis="at the peak", unit="B")
-    present(args, dryrun.report(r), values, draw)
+    cli.present(args, dryrun.report(r), values, draw)

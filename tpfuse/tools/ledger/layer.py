@@ -25,21 +25,9 @@ from ...models.stack import FULL
 from ...parallel import TensorParallel
 from ...pipeline.placement import Stage
 from ...sequence_parallel.assumed import assumed_imbalance
+from . import operators
 from .aten import ATTENTION, GEMM, KINDS
-from .operators import (
-    BIAS,
-    COPIES,
-    DROPOUT,
-    FUSED,
-    NORMS,
-    OTHER,
-    PRODUCTS,
-    SOFTMAX,
-    UNFUSED,
-    LayerSizes,
-    Operator,
-    flash,
-)
+from .operators import LayerSizes, Operator, flash
 from .plain import PlainLayer
 from .recorder import PHASES, Entry, Ledger, Row, add_up
 from .shapes import Shape, check_imbalance
@@ -187,9 +175,9 @@ def _of(column: Column, key: str) -> Row:
     return column.total(lambda _, e: key in (e.kind, e.phase))
 
 
-def _of_table(title: str, operators: list[Operator], sizes: LayerSizes, element_size: int) -> Column:
+def _of_table(title: str, rows: list[Operator], sizes: LayerSizes, element_size: int) -> Column:
     entries = []
-    for o in operators:
+    for o in rows:
         r = sizes.row(o, element_size)
         entry = Entry(o.name, o.kind, o.phase, read=r.read, written=r.written, least=r.least, flops=r.flops)
         entries.append((o.part, entry))
@@ -197,16 +185,16 @@ def _of_table(title: str, operators: list[Operator], sizes: LayerSizes, element_
 
 
 _PARTS = {  # of ATen's ops in PlainLayer
-    "addmm": PRODUCTS,
-    "mm": PRODUCTS,
-    "bmm": PRODUCTS,
-    "sum": BIAS,
-    "_softmax": SOFTMAX,
-    "_softmax_backward_data": SOFTMAX,
-    "native_layer_norm": NORMS,
-    "native_layer_norm_backward": NORMS,
-    "clone": COPIES,
-    "stack": COPIES,
+    "addmm": operators.PRODUCTS,
+    "mm": operators.PRODUCTS,
+    "bmm": operators.PRODUCTS,
+    "sum": operators.BIAS,
+    "_softmax": operators.SOFTMAX,
+    "_softmax_backward_data": operators.SOFTMAX,
+    "native_layer_norm": operators.NORMS,
+    "native_layer_norm_backward": operators.NORMS,
+    "clone": operators.COPIES,
+    "stack": operators.COPIES,
 }
 
 
@@ -218,18 +206,18 @@ def _part(e: Entry, scores: int) -> str:
     if e.op in _PARTS:
         return _PARTS[e.op]
     if max(size for _, size in e.outputs) >= scores:
-        return SOFTMAX
-    return DROPOUT if e.op.startswith("native_dropout") else OTHER
+        return operators.SOFTMAX
+    return operators.DROPOUT if e.op.startswith("native_dropout") else operators.OTHER
 
 
 _WHY = {
-    PRODUCTS: "the same operands, and the bias vectors",
-    BIAS: "torch adds them inside the product (addmm); their gradients are the same sums",
-    SOFTMAX: "torch runs scale, softmax and dropout one by one; the table has one kernel each way",
-    DROPOUT: "a mask of one byte an element; the table counts a word",
-    NORMS: "torch counts one pass backward; the table has dgamma, dbeta apart from dx",
-    OTHER: "the same",
-    COPIES: "q, k, v and their gradients are copied between the layouts of linear and of bmm",
+    operators.PRODUCTS: "the same operands, and the bias vectors",
+    operators.BIAS: "torch adds them inside the product (addmm); their gradients are the same sums",
+    operators.SOFTMAX: "torch runs scale, softmax and dropout one by one; the table has one kernel each way",
+    operators.DROPOUT: "a mask of one byte an element; the table counts a word",
+    operators.NORMS: "torch counts one pass backward; the table has dgamma, dbeta apart from dx",
+    operators.OTHER: "the same",
+    operators.COPIES: "q, k, v and their gradients are copied between the layouts of linear and of bmm",
 }
 
 
@@ -327,8 +315,12 @@ def compare(
         scores = batch * s.H * seq * seq * element_size
         columns.append(Column(PLAIN, [(_part(e, scores), e) for e in traces[PLAIN].entries]))
         sizes = LayerSizes(B=batch, S=seq, D=s.D, H=s.H, F=s.F)
-        for title, operators in ((TABLE, UNFUSED), (TABLE_FUSED, FUSED), (TABLE_FLASH, flash(FUSED))):
-            columns.append(_of_table(title, operators, sizes, element_size))
+        for title, rows in (
+            (TABLE, operators.UNFUSED),
+            (TABLE_FUSED, operators.FUSED),
+            (TABLE_FLASH, flash(operators.FUSED)),
+        ):
+            columns.append(_of_table(title, rows, sizes, element_size))
     for saving in SAVING:
         title = f"tpfuse {saving}"
         with assumed_imbalance(imbalance):

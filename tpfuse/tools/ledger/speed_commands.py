@@ -5,7 +5,8 @@ from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import Any
 
-from ..command import CommandParser, add_output, add_seq, comma_separated, positive, present, print_result
+from .. import command as cli
+from ..command import CommandParser
 from ..options import DTYPES, MODEL_HELP, add_dtype, add_model
 from . import machine, mfu, plots, steptime
 from .commands import add_context, add_over_replicas, add_saving, plan_of
@@ -22,20 +23,14 @@ def register_mfu(p: CommandParser) -> None:
         "Model and hardware flops utilisation of a measured step. Without --model: a published table, computed again.",
     )
     p.add_argument("--model", metavar="MODEL", help=f"{MODEL_HELP} (default: the published table)")
-    p.add_argument(
-        "--batch", type=positive, metavar="N", help="sequences in a step, over all devices; needed with --model"
-    )
-    add_seq(p, 2048)
-    p.add_argument(
-        "--seconds", type=float, metavar="X", help="measured time of a step, in seconds; needed with --model"
-    )
-    p.add_argument("--devices", type=positive, default=1, metavar="N", help="number of devices that took part")
+    cli.add_count(p, "--batch", "sequences in a step, over all devices; needed with --model")
+    cli.add_seq(p, 2048)
+    cli.add_number(p, "--seconds", float, "measured time of a step, in seconds; needed with --model")
+    cli.add_count(p, "--devices", "number of devices that took part", 1)
     p.add_argument("--device", choices=mfu.PEAK, default="H100", help="device whose dense 16-bit peak is the limit")
-    p.add_argument(
-        "--peak-tflops", type=float, metavar="X", help="peak of a device, in TFLOP/s (default: that of --device)"
-    )
+    cli.add_number(p, "--peak-tflops", float, "peak of a device, in TFLOP/s (default: that of --device)")
     p.add_argument("--recompute", choices=mfu.RECOMPUTE, default="none", help="part that is computed again in backward")
-    add_output(p, plot=False)
+    cli.add_output(p, plot=False)
 
 
 def _run_mfu(args: Namespace) -> None:
@@ -63,7 +58,7 @@ def _run_mfu(args: Namespace) -> None:
         ("MFU", f"{u.mfu:.1f} %"),
         ("HFU", f"{u.hfu:.1f} %"),
     ]
-    print_result(args, table(("", "value"), facts), dict(model_flops=flops) | u._asdict())
+    cli.print_result(args, table(("", "value"), facts), dict(model_flops=flops) | u._asdict())
 
 
 def _show_published(args: Namespace) -> None:
@@ -74,7 +69,7 @@ def _show_published(args: Namespace) -> None:
         values.append(dict(name=p.name, mfu=u.mfu, published_mfu=p.mfu, hfu=u.hfu, published_hfu=p.hfu))
     columns = ("model", "A100s", "s a step", "MFU %", "published", "HFU %", "published")
     note = "\nTP + SP + selective recompute, Korthikanti et al. 2022 (arXiv:2205.05198); seconds are its inputs"
-    print_result(args, table(columns, rows) + note, values)
+    cli.print_result(args, table(columns, rows) + note, values)
 
 
 # ---- calibrate, predict ----
@@ -87,19 +82,19 @@ def register_calibrate(p: CommandParser) -> None:
     p.add_argument("--dtype", choices=DTYPES, nargs="+", default=["fp32"], help="dtypes of the models that are timed")
     p.add_argument(
         "--ranks",
-        type=comma_separated(positive),
+        type=cli.comma_separated(cli.positive),
         default="1,2,4",
         metavar="N,..",
         help="numbers of processes that run at once, one thread each",
     )
-    p.add_argument("--seconds", type=float, default=60, metavar="X", help="time that it takes about, in seconds")
-    add_output(p, plot=False)
+    cli.add_number(p, "--seconds", float, "time that it takes about, in seconds", 60)
+    cli.add_output(p, plot=False)
 
 
 def _run_calibrate(args: Namespace) -> None:
     measured = machine.calibrate([DTYPES[name] for name in args.dtype], args.ranks, seconds=args.seconds)
     measured.save(args.out)
-    print_result(args, f"{measured}\nwritten to {args.out}", json.loads(args.out.read_text()))
+    cli.print_result(args, f"{measured}\nwritten to {args.out}", json.loads(args.out.read_text()))
 
 
 def register_predict(p: CommandParser) -> None:
@@ -109,20 +104,15 @@ def register_predict(p: CommandParser) -> None:
     p.add_argument("--choices", type=_pairs, default="1x1,2x1,1x2,2x2", metavar="TPxDP,..", help="tp x dp to compare")
     add_context(p)
     add_over_replicas(p)
-    p.add_argument("--batch", type=positive, default=8, metavar="N", help="sequences in a step, over all replicas")
-    add_seq(p, 256)
-    p.add_argument(
-        "--micro-batch",
-        type=positive,
-        metavar="N",
-        help="sequences that a replica runs at once (default: all of its share)",
-    )
+    cli.add_count(p, "--batch", "sequences in a step, over all replicas", 8)
+    cli.add_seq(p, 256)
+    cli.add_count(p, "--micro-batch", "sequences that a replica runs at once (default: all of its share)")
     add_dtype(p, "fp32")
     add_saving(p)
     p.add_argument("--machine", type=Path, default=machine.DEFAULT, metavar="FILE", help="file that calibrate wrote")
-    p.add_argument("--check", action="store_true", help="run the steps too, and print the errors of the predictions")
-    p.add_argument("--steps", type=positive, default=8, metavar="N", help="number of steps that --check measures")
-    add_output(p)
+    cli.add_flag(p, "--check", "run the steps too, and print the errors of the predictions")
+    cli.add_count(p, "--steps", "number of steps that --check measures", 8)
+    cli.add_output(p)
 
 
 def _pairs(text: str) -> list[tuple[int, int]]:
@@ -130,7 +120,7 @@ def _pairs(text: str) -> list[tuple[int, int]]:
     pairs = [part.split("x") for part in text.split(",")]
     if any(len(pair) != 2 for pair in pairs):
         raise ArgumentTypeError(f"must be tp x dp pairs such as 1x1,2x1, got {text!r}")
-    return [(positive(tp), positive(dp)) for tp, dp in pairs]
+    return [(cli.positive(tp), cli.positive(dp)) for tp, dp in pairs]
 
 
 def _run_predict(args: Namespace) -> None:
@@ -149,4 +139,4 @@ def _run_predict(args: Namespace) -> None:
     pieces = f", cp {args.cp}" if args.cp > 1 else ""
     title = f"{args.model}, batch {args.batch} x {args.seq}{pieces}: predicted time of a step"
     draw = lambda path: plots.bars(bars, path, title=title, axis="a step", unit="s")
-    present(args, steptime.report(checked), values, draw)
+    cli.present(args, steptime.report(checked), values, draw)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ...pipeline.schedules import EVERY, order
 from ...pipeline.simulator import Timeline, simulate
-from ..command import CommandParser, add_output, positive, present, seconds
+from ..command import CommandParser, add_count, add_number, add_output, present, seconds
 from ..ledger.text import table
 from . import gantt
 
@@ -16,18 +16,14 @@ _HEADER = "schedule", "stages a rank", "copies of the weights", "seconds", "bubb
 def register(p: CommandParser) -> None:
     """Adds the options of ``pipeline``."""
     p.runs(_run)
-    p.add_argument("--stages", type=positive, default=4, metavar="N", help="ranks that the layers are spread over")
-    p.add_argument("--micro-batches", type=positive, default=8, metavar="N", help="micro-batches in a step")
+    add_count(p, "--stages", "ranks that the layers are spread over", 4)
+    add_count(p, "--micro-batches", "micro-batches in a step", 8)
     p.add_argument("--schedule", metavar="NAME,..", help="schedules such as gpipe,1f1b (default: all that fit)")
-    p.add_argument(
-        "--chunks", type=positive, metavar="N", help="stages on a rank, of interleaved and zero-bubble (default: 2)"
-    )
+    add_count(p, "--chunks", "stages on a rank, of interleaved and zero-bubble (default: 2)")
     for name, kind in (("forward", "forward"), ("input", "input-gradient"), ("weight", "weight-gradient")):
         text = f"time of the {kind} pass of all layers of a rank, in seconds"
-        p.add_argument(f"--{name}", type=seconds, default=1.0, metavar="X", help=text)
-    p.add_argument(
-        "--communication", type=float, default=0.0, metavar="X", help="time from a rank to the next, in seconds"
-    )
+        add_number(p, f"--{name}", seconds, text, 1.0)
+    add_number(p, "--communication", float, "time from a rank to the next, in seconds", 0.0)
     add_output(p)
 
 

@@ -16,20 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...kernels.runtime import rules
 from ...kernels.runtime.errors import check
 from ...kernels.runtime.launch import MULTIPROCESSORS
-from ...kernels.runtime.rules import (
-    COUNT,
-    NOT_NEGATIVE,
-    POSITIVE,
-    Rule,
-    brief,
-    check_number,
-    check_numbers,
-    number,
-    one_of,
-    quoted,
-)
+from ...kernels.runtime.rules import Rule, brief, check_number, check_numbers, quoted
 from ...models.files.directory import read_limited
 from ..ledger.machine import Machine
 from .collectives import ALL_REDUCE, Link
@@ -114,7 +104,7 @@ def preset(name: str, devices: int) -> Cluster:
     """Returns a cluster of ``devices`` of a kind in nodes of eight; ValueError for an unknown kind, and for more than
     eight devices that do not fill nodes."""
     chosen, rates = device(name), LINKS[name]
-    check_number("plan: devices", devices, COUNT)
+    check_number("plan: devices", devices, rules.COUNT)
     check(devices <= NODE or devices % NODE == 0, f"plan: devices must fill nodes of {NODE}, got {devices}")
     levels = [Level(min(devices, NODE), RING * rates.inside, INSIDE)]
     if devices > NODE:
@@ -128,7 +118,7 @@ def this_machine(machine: Machine, devices: int, dtype: torch.dtype) -> Cluster:
 
     ValueError where it was not calibrated, for as many ranks or fewer.
     """
-    check_number("plan: devices", devices, COUNT)
+    check_number("plan: devices", devices, rules.COUNT)
     if devices == 1:
         return Cluster(local_cpu(machine, 1), 1, (Level(1, float("inf"), 0.0),))
     speeds, _ = machine.table(dtype, devices)
@@ -144,16 +134,16 @@ def this_machine(machine: Machine, devices: int, dtype: torch.dtype) -> Cluster:
 # ---- from a file ----
 
 _MOST_BYTES, _MOST_PARTS = 1 << 16, 1000  # of a file: sixty times what a large one has
-_SHARE = number(0, 1, "(]")
-_LEVEL: Mapping[str, Rule] = dict(ranks=COUNT, bandwidth=POSITIVE, latency=NOT_NEGATIVE)
-_REQUIRED: Mapping[str, Rule] = dict(bandwidth=POSITIVE, memory=POSITIVE)
+_SHARE = rules.number(0, 1, "(]")
+_LEVEL: Mapping[str, Rule] = dict(ranks=rules.COUNT, bandwidth=rules.POSITIVE, latency=rules.NOT_NEGATIVE)
+_REQUIRED: Mapping[str, Rule] = dict(bandwidth=rules.POSITIVE, memory=rules.POSITIVE)
 _OPTIONAL: Mapping[str, Rule] = dict(
     gemm=_SHARE,
     attention=_SHARE,
     reached=_SHARE,
-    launch=NOT_NEGATIVE,
-    arch=one_of(MULTIPROCESSORS),
-    multiprocessors=COUNT,
+    launch=rules.NOT_NEGATIVE,
+    arch=rules.one_of(MULTIPROCESSORS),
+    multiprocessors=rules.COUNT,
 )
 
 
@@ -172,7 +162,7 @@ def read(path: Path) -> Cluster:
         raise ValueError(f"plan: {path} cannot be read as TOML: {brief(error)}") from None
     table = f"plan: {path.name}"
     _check_fields(table, values, ("device", "devices", "levels"))
-    check_number(f"{table}: devices", values["devices"], COUNT)
+    check_number(f"{table}: devices", values["devices"], rules.COUNT)
     levels = values["levels"]
     check(isinstance(levels, list) and bool(levels), f"{table}: levels must be [[levels]] tables, got {quoted(levels)}")
     levels = tuple(_level(f"{table}: level {i + 1}", level) for i, level in enumerate(levels))
@@ -199,7 +189,7 @@ def _check_levels(table: str, levels: Sequence[Level], devices: int) -> None:
 
 def _device(table: str, values: Any) -> Device:
     if isinstance(values, str):
-        preset_name = one_of(DEVICES)(values) is None
+        preset_name = rules.one_of(DEVICES)(values) is None
         check(preset_name, f"{table}: device must be a table or one of {', '.join(DEVICES)}, got {quoted(values)}")
         return DEVICES[values]
     table = f"{table}: device"
@@ -215,7 +205,7 @@ def _device(table: str, values: Any) -> Device:
     for name, value in peak.items():
         dtype = getattr(torch, name, None)
         check(isinstance(dtype, torch.dtype), f"{table}: peak must be by dtypes such as bfloat16, got {quoted(name)}")
-        check_number(f"{table}: peak.{name}", value, POSITIVE)
+        check_number(f"{table}: peak.{name}", value, rules.POSITIVE)
     check_numbers(table, dict.fromkeys(_OPTIONAL) | values, {**_REQUIRED, **_OPTIONAL})
     return Device(**values)
 

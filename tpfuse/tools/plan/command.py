@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 
-from ..command import CommandParser, add_output, bounded, comma_separated, positive, present, rate
+from ..command import CommandParser, add_number, add_output, bounded, comma_separated, positive, present, rate
 from ..command import seconds as seconds_type
 
 
@@ -15,20 +15,14 @@ def register(p: CommandParser) -> None:
     integers = comma_separated(positive)
     p.add_argument("--ranks", type=integers, default=ranks, metavar="N,..", help="numbers of ranks that sum")
     p.add_argument("--sizes", type=integers, default=sizes, metavar="BYTES,..", help="message sizes, in bytes a rank")
-    p.add_argument(
-        "--latency", type=seconds_type, default=5e-6, metavar="X", help="time a message is under way, in seconds"
-    )
-    p.add_argument(
-        "--overhead", type=seconds_type, default=1e-6, metavar="X", help="time a message keeps a rank busy, in seconds"
-    )
-    p.add_argument(
-        "--bandwidth", type=rate, default=25.0, metavar="X", help="bandwidth of a rank's link each way, in GB/s"
-    )
-    p.add_argument(
+    add_number(p, "--latency", seconds_type, "time a message is under way, in seconds", 5e-6)
+    add_number(p, "--overhead", seconds_type, "time a message keeps a rank busy, in seconds", 1e-6)
+    add_number(p, "--bandwidth", rate, "bandwidth of a rank's link each way, in GB/s", 25.0)
+    add_number(
+        p,
         "--density",
-        type=bounded(float, lambda x: 0 <= x <= 1, "be from 0 to 1"),
-        metavar="X",
-        help="share of the elements that a rank sends, 0 to 1: also costs sums of sparse buffers (default: none)",
+        bounded(float, lambda x: 0 <= x <= 1, "be from 0 to 1"),
+        "share of the elements that a rank sends, 0 to 1: also costs sums of sparse buffers (default: none)",
     )
     add_output(p)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...kernels.runtime.errors import check
-from ..command import CommandParser, add_seq, bounded, positive
+from ..command import CommandParser, add_count, add_flag, add_number, add_seq, bounded
 from ..ledger.machine import DEFAULT, Machine
 from ..ledger.presets import load_config
 from ..ledger.text import quantity
@@ -79,9 +79,7 @@ def register(p: CommandParser) -> None:
     p.runs(run, DETAILS)
     add_model(p)
     hardware = p.add_argument_group("hardware")
-    hardware.add_argument(
-        "--devices", type=positive, metavar="N", help="number of devices (default: those of --cluster)"
-    )
+    add_count(hardware, "--devices", "number of devices (default: those of --cluster)")
     hardware.add_argument(
         "--device",
         metavar="NAME",
@@ -96,13 +94,9 @@ def register(p: CommandParser) -> None:
     hardware.add_argument(
         "--machine", type=Path, default=DEFAULT, metavar="FILE", help="file that calibrate wrote, of --device here"
     )
-    hardware.add_argument(
-        "--memory-share", type=share, default=0.9, metavar="X", help="share of a device's memory that may be filled"
-    )
+    add_number(hardware, "--memory-share", share, "share of a device's memory that may be filled", 0.9)
     training = p.add_argument_group("training")
-    training.add_argument(
-        "--global-batch", type=positive, default=8, metavar="N", help="sequences in a step, over all ranks"
-    )
+    add_count(training, "--global-batch", "sequences in a step, over all ranks", 8)
     add_seq(training, 256)
     training.add_argument(
         "--dtype", choices=DTYPES, help="dtype of weights and activations (default: bf16; of --device here fp32)"
@@ -116,10 +110,8 @@ def register(p: CommandParser) -> None:
         " (default: search them all)",
     )
     output = p.add_argument_group("output")
-    output.add_argument(
-        "--explain", type=positive, metavar="N", help="print plan N part by part, and what would change the choice"
-    )
-    output.add_argument("--check", action="store_true", help="run the best plan and three others, of --device here")
+    add_count(output, "--explain", "print plan N part by part, and what would change the choice")
+    add_flag(output, "--check", "run the best plan and three others, of --device here")
     output.add_argument("--plot", type=Path, metavar="PNG", help="draw the plans to this file (needs matplotlib)")
     output.add_argument(
         "--json", type=Path, metavar="FILE", help="write the plans to this file, for examples/train_gpt.py --plan FILE"

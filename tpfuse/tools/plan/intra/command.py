@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ....kernels.runtime.errors import check
-from ...command import CommandParser, add_output, add_seq, comma_separated, positive, present, rate, seconds
+from ... import command as cli
+from ...command import CommandParser
 from ...ledger.plots import bars
 from ...ledger.presets import load_config
 from ...ledger.text import duration, quantity, table
@@ -40,72 +41,56 @@ def register(p: CommandParser) -> None:
     p.add_argument(
         "--mesh", type=mesh_shape, default="8", metavar="N|NxM", help="ranks of one axis or two, outer first"
     )
-    add_seq(p, 2048)
-    p.add_argument("--batch", type=positive, default=1, metavar="N", help="sequences that the mesh runs at once")
-    p.add_argument(
-        "--micro-batches",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="micro-batches of --batch between two sums of the weights' gradients",
-    )
-    p.add_argument(
-        "--blocks",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="number of blocks in a row, each with layouts of its own",
-    )
+    cli.add_seq(p, 2048)
+    cli.add_count(p, "--batch", "sequences that the mesh runs at once", 1)
+    cli.add_count(p, "--micro-batches", "micro-batches of --batch between two sums of the weights' gradients", 1)
+    cli.add_count(p, "--blocks", "number of blocks in a row, each with layouts of its own", 1)
     add_dtype(p)
     add_optimizer(p, "adamw-fp32")
     state = p.add_mutually_exclusive_group()
-    state.add_argument(
+    cli.add_number(
+        state,
         "--memory",
-        type=rate,
-        metavar="X",
-        help="limit on a rank's weights, gradients and optimizer states of all blocks, in GB (default: no limit)",
+        cli.rate,
+        "limit on a rank's weights, gradients and optimizer states of all blocks, in GB (default: no limit)",
     )
-    state.add_argument(
-        "--split-weights", action="store_true", help="limit memory to the least: every matrix split over all ranks"
-    )
-    p.add_argument(
+    cli.add_flag(state, "--split-weights", "limit memory to the least: every matrix split over all ranks")
+    cli.add_number(
+        p,
         "--tflops",
-        type=rate,
-        default=234.0,
-        metavar="X",
-        help="matrix rate that a rank reaches, in TFLOP/s (default: 75 %% of an A100's peak, 234)",
+        cli.rate,
+        "matrix rate that a rank reaches, in TFLOP/s (default: 75 %% of an A100's peak, 234)",
+        234.0,
     )
-    p.add_argument(
+    cli.add_number(
+        p,
         "--memory-bandwidth",
-        type=rate,
-        default=1632.0,
-        metavar="X",
-        help="memory bandwidth that a rank reaches, in GB/s (default: 80 %% of an A100's, 1632)",
+        cli.rate,
+        "memory bandwidth that a rank reaches, in GB/s (default: 80 %% of an A100's, 1632)",
+        1632.0,
     )
     p.add_argument(
         "--bandwidth",
-        type=comma_separated(rate),
+        type=cli.comma_separated(cli.rate),
         metavar="X,..",
         help="bandwidth of a rank's link along each axis, in GB/s (default: 230, along the outer one 25)",
     )
-    p.add_argument("--latency", type=seconds, default=1e-6, metavar="X", help="time a message is under way, in seconds")
-    p.add_argument(
-        "--explain", action="store_true", help="print the cost of each op's other layouts, and the second best choice"
-    )
-    add_output(p)
+    cli.add_number(p, "--latency", cli.seconds, "time a message is under way, in seconds", 1e-6)
+    cli.add_flag(p, "--explain", "print the cost of each op's other layouts, and the second best choice")
+    cli.add_output(p)
 
 
 def mesh_shape(text: str) -> tuple[int, ...]:
     """Returns the axes of "4x8"."""
     try:
-        return tuple(positive(part) for part in text.split("x"))
+        return tuple(cli.positive(part) for part in text.split("x"))
     except ArgumentTypeError:
         raise ArgumentTypeError(f"must be ranks an axis such as 8 or 4x8, got {text!r}") from None
 
 
 def _run(args: Namespace) -> None:
     layouts = solve(args)
-    present(args, layouts.text(), layouts.json(), lambda path: draw(layouts, path))
+    cli.present(args, layouts.text(), layouts.json(), lambda path: draw(layouts, path))
 
 
 class Layouts(NamedTuple):

@@ -4,7 +4,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...command import CommandParser, add_output, positive, present
+from ...command import CommandParser, add_count, add_output, present
 from ...ledger.plots import figure, legend
 from ...ledger.text import table
 from .bandwidth import all_reduce, all_to_all, bisection
@@ -18,13 +18,7 @@ _COLOURS = "#4c72b0", "#dd8452", "#55a868"
 def register(p: CommandParser) -> None:
     """Adds the options of ``topology``."""
     p.runs(_run)
-    p.add_argument(
-        "--accelerators",
-        type=positive,
-        default=1024,
-        metavar="N",
-        help="number of accelerators that each network joins",
-    )
+    add_count(p, "--accelerators", "number of accelerators that each network joins", 1024)
     add_output(p)
 
 
