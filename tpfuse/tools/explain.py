@@ -56,50 +56,26 @@ class Paths(list[Path]):
     def __repr__(self) -> str:
         head = ("layer", "op", "path", "rows", "weight", "MB sent", "messages", "reason")
         text = lambda value: "" if value is None else str(value)
-        sizes = lambda p: (text(p.rows), "x".join(map(str, p.weight)), _mb(p.bytes), text(p.messages))
-        lines = [head, *((p.layer, p.op, p.path, *sizes(p), p.reason) for p in self)]
+        sizes = lambda p: (
+            text(p.rows),
+            "x".join(map(str, p.weight)),
+            "" if p.bytes is None else f"{p.bytes / 1e6:.2f}",
+        )
+        lines = [head, *((p.layer, p.op, p.path, *sizes(p), text(p.messages), p.reason) for p in self)]
         widths = [max(len(line[i]) for line in lines) for i in range(len(head) - 1)]
         return "\n".join(
             "  ".join([*(cell.ljust(w) for cell, w in zip(line, widths)), line[-1]]).rstrip() for line in lines
         )
 
 
-class _GemmMessages(NamedTuple):
-    """Something that exchanges rows; an MLP's two GEMMs are one, and an attention layer's two projections."""
+class _Call(NamedTuple):
+    """The rows of a call, and the dtype of activations; None: the weight's."""
 
-    name: str
-    op: str
-    weight: Tensor  # [N, D] flat
-    tp: TensorParallel
-    columns: int | None = None  # N, if ranks have different ones
+    rows: int | None
+    dtype: torch.dtype | None
 
-
-class _PieceMessages(NamedTuple):
-    """Attention over pieces of sequences; its projections come by themselves."""
-
-    name: str
-    layer: ParallelAttention
-
-    @property
-    def weight(self) -> Tensor:
-        return local(self.layer.out.weight)
-
-    @property
-    def split(self) -> HeadSplit:
-        """The heads of a tensor-parallel rank over the context-parallel ones."""
-        return HeadSplit(self.layer.groups, self.layer.heads_per_group - 2, self.layer.tp.cp_size)
-
-
-class _ExpertMessages(NamedTuple):
-    """A mixture of experts."""
-
-    name: str
-    layer: ParallelMoE
-
-    @property
-    def weight(self) -> Tensor:
-        """[E / R, 2 F, D]"""
-        return local(self.layer.shard("fc1")).flatten(1, 2)
+    def dtype_of(self, weight: Tensor) -> torch.dtype:
+        return self.dtype or weight.dtype
 
 
 def explain(model: nn.Module, rows: int | None = None, *, dtype: torch.dtype | None = None) -> Paths:
@@ -111,23 +87,14 @@ def explain(model: nn.Module, rows: int | None = None, *, dtype: torch.dtype | N
     ValueError for ``rows`` below 1.
     """
     check(rows is None or rows > 0, f"explain: rows must be positive, got {rows}")
-    return Paths(
-        [
-            *(
-                _experts(layer, rows, dtype or layer.weight.dtype)
-                if isinstance(layer, _ExpertMessages)
-                else _piece(layer, rows, dtype or layer.weight.dtype)
-                if isinstance(layer, _PieceMessages)
-                else _path(layer, rows, dtype or layer.weight.dtype)
-                for layer in _layers(model)
-            ),
-            *_sends(model, rows, dtype or next(model.parameters()).dtype),
-            *_averages(model),
-        ]
-    )
+    call = _Call(rows, dtype)
+    sends = _sends(model, rows, call.dtype_of(next(model.parameters())))
+    return Paths([*_layers(model, call), *sends, *_averages(model)])
 
 
-def _layers(model: nn.Module) -> "Iterator[_GemmMessages | _ExpertMessages | _PieceMessages]":
+def _layers(model: nn.Module, call: _Call) -> Iterator[Path]:
+    """Yields the paths of layers; an MLP's two GEMMs are one op, and so are an attention layer's two projections, but
+    not over pieces of sequences."""
     inside: set[nn.Module] = set()
     tables = {m.num_embeddings: m.weight for m in model.modules() if isinstance(m, VocabParallelEmbedding)}
     for name, module in model.named_modules():
@@ -135,27 +102,27 @@ def _layers(model: nn.Module) -> "Iterator[_GemmMessages | _ExpertMessages | _Pi
             continue
         if isinstance(module, ParallelMLP):
             inside |= {module.fc1, module.fc2}
-            yield _GemmMessages(name, "gather_mlp_exchange", module.fc1.flat()[0], module.tp)
+            yield _path(name, "gather_mlp_exchange", module.fc1.flat()[0], module.tp, call)
         elif isinstance(module, ParallelMoE):
-            yield _ExpertMessages(name, module)
+            yield _experts(name, module, call)
         elif isinstance(module, ParallelAttention) and module.tp.cp is not None:
-            yield _PieceMessages(name, module)
+            yield _piece(name, module, call)
         elif isinstance(module, ParallelAttention) and module.in_one and module.tp.sequence_parallel:
             inside |= {module.qkv, module.out}
             weight = module.qkv.flat()[0]
             columns = len(weight) + module.out.weight.shape[1]
-            yield _GemmMessages(name, "gather_attention_exchange", weight, module.tp, columns=columns)
+            yield _path(name, "gather_attention_exchange", weight, module.tp, call, columns=columns)
         elif isinstance(module, ColumnParallelLinear):
-            yield _GemmMessages(name, "gather_linear", module.flat()[0], module.tp)
+            yield _path(name, "gather_linear", module.flat()[0], module.tp, call)
         elif isinstance(module, RowParallelLinear):
-            yield _GemmMessages(name, "linear_exchange", local(module.weight), module.tp)
+            yield _path(name, "linear_exchange", local(module.weight), module.tp, call)
         elif isinstance(module, LMHead):
             untied = getattr(module, "weight", None)
             weight = local(tables[module.vocab_size] if untied is None else untied)
-            yield _GemmMessages(name, "gather_linear", weight, module.tp, columns=module.columns)
+            yield _path(name, "gather_linear", weight, module.tp, call, columns=module.columns)
         elif isinstance(module, VocabParallelEmbedding):
             columns = module.tp.slice_size(module.num_embeddings)
-            yield _GemmMessages(name, "embedding", local(module.weight), module.tp, columns=columns)
+            yield _path(name, "embedding", local(module.weight), module.tp, call, columns=columns)
 
 
 def _sends(model: nn.Module, rows: int | None, dtype: torch.dtype) -> Iterator[Path]:
@@ -202,33 +169,26 @@ def _averages(model: nn.Module) -> Iterator[Path]:
     )
 
 
-def _path(layer: _GemmMessages, rows: int | None, dtype: torch.dtype) -> Path:
-    name, op, weight, tp, columns = layer
-    shape = columns or len(weight), weight.shape[1]
+def _path(name: str, op: str, weight: Tensor, tp: TensorParallel, call: _Call, *, columns: int | None = None) -> Path:
+    """Returns the path of rows that a GEMM reads or makes; weight [N, D] flat, ``columns``: N, if ranks have different
+    ones."""
+    rows, dtype, shape = call.rows, call.dtype_of(weight), (columns or len(weight), weight.shape[1])
     sizes_of = lambda rows: sizes(op, rows, shape, dtype=dtype, device=weight.device, tp=tp)
     sent = None if rows is None else sizes_of(rows)
     form = form_of(op, rows or 1, shape, dtype=dtype, device=weight.device, tp=tp)
     path = "plain" if form is plain else "leaves" if isinstance(form, Leafwise) else "pairwise"
     reason, least = _reason(op, tp, sent, sizes_of)
     bytes, messages = (None, None) if sent is None else sent[:2]
-    return Path(
-        layer=name,
-        op=op,
-        path=path if least is None else "auto",
-        weight=shape,
-        rows=rows,
-        bytes=bytes,
-        messages=messages,
-        reason=reason,
-    )
+    path = path if least is None else "auto"
+    return Path(name, op, path, shape, rows=rows, bytes=bytes, messages=messages, reason=reason)
 
 
-def _experts(experts: _ExpertMessages, rows: int | None, dtype: torch.dtype) -> Path:
+def _experts(name: str, layer: ParallelMoE, call: _Call) -> Path:
     """Returns the exchanges of rows and what is beside them; without sequence parallelism results are collected, and
     gradients of rows, m D elements each to each peer.  Over replicas, whose rows are not known here, nothing is
     counted."""
-    name, layer = experts
-    tp, k, weight = layer.tp, layer.routing.k, tuple(experts.weight.shape)
+    fc1 = local(layer.shard("fc1")).flatten(1, 2)  # [E / R, 2 F, D]
+    tp, k, rows, weight, element = layer.tp, layer.routing.k, call.rows, tuple(fc1.shape), call.dtype_of(fc1).itemsize
     shared = "" if layer.shape.shared_size is None else f" and a shared one of width {layer.shape.shared_size}"
     several = f"{k} of {layer.num_experts} experts a row{shared}: exchanges of uneven parts, nothing overlaps"
     replicas = layer.experts.replicas
@@ -236,16 +196,16 @@ def _experts(experts: _ExpertMessages, rows: int | None, dtype: torch.dtype) -> 
     reason, bytes, messages = several if layer.experts.size > 1 else "one rank: no messages", None, None
     if rows is not None and replicas == 1:
         m, collected = (rows + -rows % tp.all_leaves) // tp.size, 2 * (tp.size > tp.row_shards) * (tp.size - 1)
-        sizes = ExpertSizes(layer.shape, m, tp.size, dtype.itemsize)
-        bytes = round(sizes.wire()) + collected * m * layer.width * dtype.itemsize
+        sizes = ExpertSizes(layer.shape, m, tp.size, element)
+        bytes = round(sizes.wire()) + collected * m * layer.width * element
         messages = sizes.messages() + collected
     return Path(name, "routed_experts", "plain", weight, rows=rows, bytes=bytes, messages=messages, reason=reason)
 
 
-def _piece(attention: _PieceMessages, rows: int | None, dtype: torch.dtype) -> Path:
-    """Returns attention's exchanges over context-parallel ranks, of the ``rows`` of a piece."""
-    name, layer = attention
-    tp, split = layer.tp, attention.split
+def _piece(name: str, layer: ParallelAttention, call: _Call) -> Path:
+    """Returns attention's exchanges over context-parallel ranks, of the rows of a piece."""
+    tp, rows, weight = layer.tp, call.rows, local(layer.out.weight)
+    dtype, split = call.dtype_of(weight), HeadSplit(layer.groups, layer.heads_per_group - 2, tp.cp_size)
     kind = "keys" if tp.cp_kind == "keys" else "heads"
     if not split.divides:
         reason = f"keys: heads cannot be divided by {split.ranks}"
@@ -255,14 +215,15 @@ def _piece(attention: _PieceMessages, rows: int | None, dtype: torch.dtype) -> P
         )
         reason = f"{kind}: {compared}, of which {split.cheaper} sends less"
     sent = PieceExchange(split, layer.head_width, rows or 0, kind, element=dtype.itemsize)
-    path, rounds, why = _rounds(attention, dtype) if kind == "heads" else ("plain", 1, "")
+    path, rounds, why = _rounds(split, tp.cp, weight.device, dtype) if kind == "heads" else ("plain", 1, "")
     bytes, messages = (None, None) if rows is None else (sum(sent.wire), rounds * sum(sent.messages))
     return Path(name, "attend_pieces", path, (), rows=rows, bytes=bytes, messages=messages, reason=reason + why)
 
 
-def _rounds(attention: _PieceMessages, dtype: torch.dtype) -> tuple[str, int, str]:
+def _rounds(
+    split: HeadSplit, cp: TensorParallel | None, device: torch.device, dtype: torch.dtype
+) -> tuple[str, int, str]:
     """Returns the path of exchanged heads, the most rounds they take on it, and the reason."""
-    cp, split, device = attention.layer.tp.cp, attention.split, attention.weight.device
     assert cp is not None
     most = most_rounds(split.groups * split.copies // cp.size, cp)
     undecided = _no_choice(cp, cp.one_machine and device.type == "cpu", measured(device, dtype, cp.size))
@@ -311,7 +272,3 @@ def _no_choice(tp: TensorParallel, copied: bool, rates: Measured | None) -> str 
     if rates is None:
         return "nobody measured this device, dtype and number of ranks (bench.overlap --write)"
     return None
-
-
-def _mb(count: int | None) -> str:
-    return "" if count is None else f"{count / 1e6:.2f}"

@@ -26,15 +26,8 @@ from ..layers.hooks import onlooker
 
 _INFINITE = {"attention_fwd": {1}, "gather_attention_exchange_fwd": {3}}  # outputs that may be: lse
 _UNINITIALISED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_"}
-_OVERWRITES = {
-    "copy_",
-    "fill_",
-    "zero_",
-    "normal_",
-    "uniform_",
-    "random_",
-    "bernoulli_",
-}  # what they read is not theirs
+# What these read is not theirs.
+_OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_"}
 _LABEL = "tpfuse.watch"
 
 
@@ -109,12 +102,12 @@ class _Watch(TorchDispatchMode):
     def _place(self, inputs: list[Argument]) -> str:
         """Returns the phase and the module: of the parameter that the op reads, else that runs or made the node."""
         backward = torch._C._current_graph_task_id() >= 0
-        node = torch._C._current_autograd_node() if backward else None
+        node: Any = torch._C._current_autograd_node() if backward else None
         path: str | None = None
         if self.stack:
             path = self.stack[-1][0]
         elif node is not None:
-            path = _metadata(node).get(_LABEL)
+            path = node.metadata.get(_LABEL)
         owners = [self.parameters[s].rpartition(".")[0] for a in inputs if (s := _storage(a.tensor)) in self.parameters]
         path = next((owner for owner in owners if owner.startswith(path or "")), path)
         phase = "forward" if not backward else "forward, recomputed in backward" if self.stack else "backward"
@@ -176,17 +169,12 @@ class _Watch(TorchDispatchMode):
         )
 
 
-def _metadata(node: Any) -> dict[Any, Any]:
-    """Returns the dictionary that a node carries; torch's stub says that it is a method."""
-    return node.metadata
-
-
 def _label(nodes: list[Any], borders: set[Any], path: str) -> None:
     """Gives the nodes behind ``nodes``, up to ``borders``, the path of the innermost module that made them."""
     while nodes:
         node = nodes.pop()
-        if node is not None and node not in borders and _LABEL not in _metadata(node):
-            _metadata(node)[_LABEL] = path
+        if node is not None and node not in borders and _LABEL not in node.metadata:
+            node.metadata[_LABEL] = path
             nodes += [behind for behind, _ in node.next_functions]
 
 

@@ -7,6 +7,7 @@ timed a replay at a time, or its launches would be what is timed.  On a CPU they
 """
 
 import contextlib
+import functools
 import os
 import pathlib
 import statistics
@@ -136,24 +137,16 @@ def _events(run: Call, calls: int) -> Callable[[int], Callable[[], float]]:
     return sample
 
 
-def _between_events(call: Call) -> Callable[[int], Callable[[], float]]:
-    return _events(call, 1)
-
-
-def _turning(call: Call, sets: int) -> Call:
-    return lambda i: call(i % sets)
-
-
 def _replayed(graph: torch.cuda.CUDAGraph) -> Call:
     return lambda _: graph.replay()
 
 
-def _graph(call: Call, calls: int) -> torch.cuda.CUDAGraph:
+def _graph(call: Call, calls: int, sets: int) -> torch.cuda.CUDAGraph:
     """Captured on the current stream, where the forward whose backward this may be has run."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         for i in range(calls):
-            call(i)
+            call(i % sets)
     return graph
 
 
@@ -175,7 +168,7 @@ def interleaved(
     gpu = device.type == "cuda"
     samplers, methods, cost = {}, {}, {}
     for name, call in calls.items():
-        make = _between_events if gpu else _clock
+        make = functools.partial(_events, calls=1) if gpu else _clock
         for i in range(3 if gpu else 1):  # compiles, allocates, creates handles
             call(i % sets)
         once_each = [_read(make(call)(i % sets), device) for i in range(3)]
@@ -183,7 +176,7 @@ def interleaved(
         if gpu and cost[name] < graph_below:
             turns = max(sets, 10) if cost[name] < GRAPH_BELOW else sets
             try:
-                graph = _graph(_turning(call, sets), turns)
+                graph = _graph(call, turns, sets)
             except RuntimeError:  # something in it waits for the device, which a graph cannot
                 torch.cuda.synchronize(device)
             else:

@@ -84,7 +84,6 @@ class Plan(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
         return self.tp * self.cp * self.dp
 
     @property
@@ -444,11 +443,6 @@ class Point(NamedTuple):
     work: MicroBatchCost | None = None
     error: str = ""
 
-    @property
-    def ranks(self) -> int:
-        """The number of ranks."""
-        return self.plan.ranks
-
 
 def point(config: ModelConfig, plan: Plan) -> Point:
     """Returns the costs of a model of many layers, from a run of two and one of three: every layer adds the same.
@@ -485,27 +479,15 @@ def sweep(config: ModelConfig, plan: Plan, tps: Sequence[int], ranks: Sequence[i
 
 def sweep_table(points: list[Point]) -> str:
     """Returns a sweep as a table."""
-    header = (
-        "tp",
-        "dp",
-        "ranks",
-        "parameters",
-        "DDP state",
-        "FSDP state",
-        "saved",
-        "peak",
-        "flops",
-        "sent over tp",
-        "sent over dp",
-    )
+    costs = "parameters", "DDP state", "FSDP state", "saved", "peak", "flops", "sent over tp", "sent over dp"
     rows: list[tuple[object, ...]] = []
     for p in points:
-        sizes = p.plan.tp, p.plan.dp, p.ranks
+        sizes = p.plan.tp, p.plan.dp, p.plan.ranks
         if p.held is None or p.work is None:
-            rows.append((*sizes, *[None] * 8))
+            rows.append((*sizes, *[None] * len(costs)))
             continue
         h, w = p.held, p.work
         cells = [quantity(h.parameters), *(quantity(n, "B") for n in (h.state.total, h.sharded.total, w.saved, w.peak))]
         rows.append((*sizes, *cells, quantity(w.flops, "flop"), quantity(w.wire, "B"), quantity(h.reduced[1], "B")))
     errors = dict.fromkeys(f"tp {p.plan.tp}: {p.error}" for p in points if p.error)
-    return "\n".join([table(header, rows), *errors])
+    return "\n".join([table(("tp", "dp", "ranks", *costs), rows), *errors])

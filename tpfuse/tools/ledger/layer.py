@@ -123,8 +123,7 @@ def take_block(
 
 def trace(run: Callable[[], None]) -> Ledger:
     """Returns the ledger of a call."""
-    ledger = Ledger()
-    with ledger:
+    with Ledger() as ledger:
         run()
     return ledger
 

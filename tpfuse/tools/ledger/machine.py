@@ -148,18 +148,17 @@ class Size(NamedTuple):
     batch: int
 
 
-_SIZES = [  # width, heads, positions, batch; the first ENOUGH span them all, and the others come where there is time
-    (128, 4, 128, 1),
-    (512, 8, 256, 2),
-    (256, 8, 256, 4),
-    (768, 12, 256, 1),
-    (384, 12, 128, 4),
-    (128, 2, 256, 2),
-    (384, 6, 256, 4),
-    (192, 6, 128, 4),
-    (512, 8, 512, 1),
+SIZES = [  # the first ENOUGH span them all, and the others come where there is time
+    Size(128, 4, 128, 1),
+    Size(512, 8, 256, 2),
+    Size(256, 8, 256, 4),
+    Size(768, 12, 256, 1),
+    Size(384, 12, 128, 4),
+    Size(128, 2, 256, 2),
+    Size(384, 6, 256, 4),
+    Size(192, 6, 128, 4),
+    Size(512, 8, 512, 1),
 ]
-SIZES = [Size(*size) for size in _SIZES]
 ENOUGH = 4
 MESSAGES = [1 << n for n in range(10, 24, 2)]  # bytes a rank holds
 
@@ -338,9 +337,7 @@ def fit(samples: list[Sample], terms: Sequence[int] = (0, 1, 2, 3)) -> Line:
     x = np.column_stack([np.ones(len(table)), table[:, :3]]) / table[:, 3:]
     scale = np.maximum(np.abs(x).max(0), 1e-300)
     best, line = np.inf, np.array([statistics.median(t for *_, t in samples), 0.0, 0.0, 0.0])
-    for columns in map(
-        list, itertools.chain.from_iterable(itertools.combinations(terms, n) for n in range(1, len(terms) + 1))
-    ):
+    for columns in (list(c) for n in range(1, len(terms) + 1) for c in itertools.combinations(terms, n)):
         solved = np.linalg.lstsq(x[:, columns] / scale[columns], np.ones(len(table)), rcond=None)[0] / scale[columns]
         error = float(np.square(x[:, columns] @ solved - 1).sum())
         if (solved >= 0).all() and error < best * 0.999:

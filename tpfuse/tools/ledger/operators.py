@@ -12,18 +12,11 @@ import re
 from typing import NamedTuple
 
 from .aten import ELEMENTWISE, GEMM, NORM
-from .recorder import BACKWARD, FORWARD, Row
+from .recorder import FORWARD, Row
 
 # Parts of the layer, for a comparison line by line; see layer.py.
-PRODUCTS, BIAS, SOFTMAX, DROPOUT, NORMS, OTHER, COPIES = (
-    "matrix products",
-    "biases",
-    "scale and softmax",
-    "dropout",
-    "norms",
-    "activation, residual",
-    "copies",
-)
+PRODUCTS, BIAS, SOFTMAX, DROPOUT = "matrix products", "biases", "scale and softmax", "dropout"
+NORMS, OTHER, COPIES = "norms", "activation, residual", "copies"
 
 
 class Operator(NamedTuple):
@@ -36,111 +29,96 @@ class Operator(NamedTuple):
     kind: str
 
 
-def _rows(phase: str, text: str) -> list[Operator]:
+def _rows(text: str) -> list[Operator]:
+    """Returns the operators of forward, and below a line "backward" those of backward; one without a part is a GEMM."""
     kinds = {PRODUCTS: GEMM, SOFTMAX: NORM, NORMS: NORM}
-    rows = []
+    rows, phase = [], FORWARD
     for line in text.strip().splitlines():
-        name, traffic, part = (cell.strip() for cell in line.split("|"))
+        name, *cells = (cell.strip() for cell in line.split("|"))
+        if not cells:
+            phase = name
+            continue
+        traffic, part = (*cells, PRODUCTS)[:2]
         rows.append(Operator(name, traffic, part, phase, kind=kinds.get(part, ELEMENTWISE)))
     return rows
 
 
 _GEMMS = _rows(
-    FORWARD,
     """
-    QKV | T+Wq -> Q | matrix products
-    QK' | 2T -> P | matrix products
-    PV | P+T -> T | matrix products
-    out | T+Wo -> T | matrix products
-    linear 1 | T+Wf -> U | matrix products
-    linear 2 | U+Wf -> T | matrix products
-    """,
-) + _rows(
-    BACKWARD,
+    QKV | T+Wq -> Q
+    QK' | 2T -> P
+    PV | P+T -> T
+    out | T+Wo -> T
+    linear 1 | T+Wf -> U
+    linear 2 | U+Wf -> T
+    backward
+    linear 2 dx | T+Wf -> U
+    linear 2 dW | U+T -> Wf
+    linear 1 dx | U+Wf -> T
+    linear 1 dW | U+T -> Wf
+    out dx | T+Wo -> T
+    out dW | 2T -> Wo
+    PV dP | 2T -> P
+    PV dV | P+T -> T
+    QK' dQ | P+T -> T
+    QK' dK | P+T -> T
+    QKV dx | Q+Wq -> T
+    QKV dW | Q+T -> Wq
     """
-    linear 2 dx | T+Wf -> U | matrix products
-    linear 2 dW | U+T -> Wf | matrix products
-    linear 1 dx | U+Wf -> T | matrix products
-    linear 1 dW | U+T -> Wf | matrix products
-    out dx | T+Wo -> T | matrix products
-    out dW | 2T -> Wo | matrix products
-    PV dP | 2T -> P | matrix products
-    PV dV | P+T -> T | matrix products
-    QK' dQ | P+T -> T | matrix products
-    QK' dK | P+T -> T | matrix products
-    QKV dx | Q+Wq -> T | matrix products
-    QKV dW | Q+T -> Wq | matrix products
-    """,
 )
 
-UNFUSED = (
-    _GEMMS
-    + _rows(
-        FORWARD,
-        """
-        QKV bias | Q -> Q | biases
-        scale, softmax, dropout | P -> 3P | scale and softmax
-        out bias | T -> T | biases
-        dropout | T -> 2T | dropout
-        residual | 2T -> T | activation, residual
-        norm | T -> T | norms
-        bias 1 | U -> U | biases
-        relu | U -> U | activation, residual
-        dropout of relu | U -> 2U | dropout
-        bias 2 | T -> T | biases
-        dropout | T -> 2T | dropout
-        residual | 2T -> T | activation, residual
-        norm | T -> T | norms
-        """,
-    )
-    + _rows(
-        BACKWARD,
-        """
-        norm dgamma, dbeta | 2T -> 0 | norms
-        norm dx | 2T -> T | norms
-        dropout | 2T -> T | dropout
-        bias 2 | T -> 0 | biases
-        dropout of relu | 2U -> U | dropout
-        relu | 2U -> U | activation, residual
-        bias 1 | U -> 0 | biases
-        residual | 2T -> T | activation, residual
-        norm dgamma, dbeta | 2T -> 0 | norms
-        norm dx | 2T -> T | norms
-        dropout | 2T -> T | dropout
-        out bias | T -> 0 | biases
-        softmax, dropout | 3P -> P | scale and softmax
-        QKV bias | Q -> 0 | biases
-        residual | 2T -> T | activation, residual
-        """,
-    )
+UNFUSED = _GEMMS + _rows(
+    """
+    QKV bias | Q -> Q | biases
+    scale, softmax, dropout | P -> 3P | scale and softmax
+    out bias | T -> T | biases
+    dropout | T -> 2T | dropout
+    residual | 2T -> T | activation, residual
+    norm | T -> T | norms
+    bias 1 | U -> U | biases
+    relu | U -> U | activation, residual
+    dropout of relu | U -> 2U | dropout
+    bias 2 | T -> T | biases
+    dropout | T -> 2T | dropout
+    residual | 2T -> T | activation, residual
+    norm | T -> T | norms
+    backward
+    norm dgamma, dbeta | 2T -> 0 | norms
+    norm dx | 2T -> T | norms
+    dropout | 2T -> T | dropout
+    bias 2 | T -> 0 | biases
+    dropout of relu | 2U -> U | dropout
+    relu | 2U -> U | activation, residual
+    bias 1 | U -> 0 | biases
+    residual | 2T -> T | activation, residual
+    norm dgamma, dbeta | 2T -> 0 | norms
+    norm dx | 2T -> T | norms
+    dropout | 2T -> T | dropout
+    out bias | T -> 0 | biases
+    softmax, dropout | 3P -> P | scale and softmax
+    QKV bias | Q -> 0 | biases
+    residual | 2T -> T | activation, residual
+    """
 )
 
-FUSED = (
-    _GEMMS
-    + _rows(
-        FORWARD,
-        """
-        AIB | Q -> Q | biases
-        SM | P -> 3P | scale and softmax
-        BDRLN | 2T -> 3T | norms
-        BRD | U -> 3U | activation, residual
-        BDRLN | 2T -> 3T | norms
-        """,
-    )
-    + _rows(
-        BACKWARD,
-        """
-        BSB | 2T -> 0 | norms
-        BLNRD | 3T -> 2T | norms
-        BDRB | T+3U -> U | activation, residual
-        EBSB | 3T -> T | norms
-        BLNRD | 3T -> 2T | norms
-        BAOB | T -> 0 | biases
-        BS | 3P -> P | scale and softmax
-        BAIB | Q -> 0 | biases
-        BEI | 2T -> T | activation, residual
-        """,
-    )
+FUSED = _GEMMS + _rows(
+    """
+    AIB | Q -> Q | biases
+    SM | P -> 3P | scale and softmax
+    BDRLN | 2T -> 3T | norms
+    BRD | U -> 3U | activation, residual
+    BDRLN | 2T -> 3T | norms
+    backward
+    BSB | 2T -> 0 | norms
+    BLNRD | 3T -> 2T | norms
+    BDRB | T+3U -> U | activation, residual
+    EBSB | 3T -> T | norms
+    BLNRD | 3T -> 2T | norms
+    BAOB | T -> 0 | biases
+    BS | 3P -> P | scale and softmax
+    BAIB | Q -> 0 | biases
+    BEI | 2T -> T | activation, residual
+    """
 )
 
 

@@ -163,7 +163,7 @@ def growth(points: Sequence[Point], path: Path) -> None:
     counted: list[Any] = [p for p in points if p.held is not None]
     if not counted:
         raise ValueError("--plot: no size of the sweep can be split")
-    most = max(p.ranks for p in counted)
+    most = max(p.plan.ranks for p in counted)
     tp = max(p.plan.tp for p in counted)
     costs: dict[str, Callable[[Any], float]] = {
         "DDP state, B": lambda p: p.held.state.total,
@@ -183,9 +183,9 @@ def growth(points: Sequence[Point], path: Path) -> None:
         ax.set_xscale("log", base=2)
 
     def draw(fig: Any, axes: Any) -> None:
-        over_tp, over_ranks = [p for p in counted if p.ranks == most], [p for p in counted if p.plan.tp == tp]
+        over_tp, over_ranks = [p for p in counted if p.plan.ranks == most], [p for p in counted if p.plan.tp == tp]
         side(axes[0], over_tp, lambda p: p.plan.tp, title=f"{most} ranks", xlabel="tensor-parallel size")
-        side(axes[1], over_ranks, lambda p: p.ranks, title=f"tp = {tp}", xlabel="ranks")
+        side(axes[1], over_ranks, lambda p: p.plan.ranks, title=f"tp = {tp}", xlabel="ranks")
         axes[1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
 
     figure(path, (13, 5), draw, title="costs of one rank as the split grows", columns=2)

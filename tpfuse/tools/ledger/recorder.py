@@ -207,7 +207,7 @@ class Ledger(TorchDispatchMode):
                 self._storages[key] = self._count, weakref.ref(storage, freed)
                 self.live += size * new
                 self.peak = max(self.peak, self.live)
-            sizes[self._storages[key][0]] = t.element_size() * t.numel()
+            sizes[self._storages[key][0]] = t.nbytes
         return tuple(sizes.items())
 
     def _freed(self, key: int, size: int, _: object) -> None:
@@ -243,15 +243,15 @@ def _wire(name: str, args: tuple[Any, ...]) -> int:
     Other collectives count their inputs.
     """
     if name in ("all_gather", "all_gather_copies"):
-        return int(_size(args[0]) * (args[1] - 1))
+        return int(args[0].nbytes * (args[1] - 1))
     if name == "exchange_rows":
         x, sent, _, group_name = args
-        return _size(x) // max(len(x), 1) * (sum(sent) - sent[resolve(group_name).rank()])
+        return x.nbytes // max(len(x), 1) * (sum(sent) - sent[resolve(group_name).rank()])
     if name.startswith("recv"):
         return 0
     if name == "all_to_all":
-        return _size(args[0]) * (len(args[0]) - 1) // max(len(args[0]), 1)
-    return sum(_size(t) for t in tree_leaves(args) if isinstance(t, Tensor))
+        return args[0].nbytes * (len(args[0]) - 1) // max(len(args[0]), 1)
+    return sum(t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor))
 
 
 def _ranks(name: str, args: tuple[Any, ...]) -> int:
@@ -278,10 +278,6 @@ def _tiles(flops: int, args: tuple[Any, ...], outputs: object) -> int:
 def tiles(rows: int, columns: int) -> int:
     """Returns the tiles of a matrix."""
     return -(-rows // TILE) * -(-columns // TILE)
-
-
-def _size(t: Tensor) -> int:
-    return t.element_size() * t.numel()
 
 
 def mue(least: float, moved: float, seconds: float, bandwidth: float) -> float:

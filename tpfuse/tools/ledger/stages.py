@@ -107,7 +107,7 @@ class RankRun(NamedTuple):
         for a in self.actions:
             for call, row in self.stages[a.chain, a.stage].passes[a.kind].items():
                 key = a.kind, *call
-                sums[key] = _sum((sums.get(key, Row()), row))
+                sums[key] = Row(*map(sum, zip(*[sums.get(key, Row()), row])))
         return sums
 
     @property
@@ -251,10 +251,6 @@ def _counts(entries: Iterable[Entry]) -> Counts:
         if e.flops or e.wire:
             groups.setdefault((e.op, e.kind, e.group), []).append(e)
     return {key: add_up(group) for key, group in groups.items()}
-
-
-def _sum(rows: Iterable[Row]) -> Row:
-    return Row(*map(sum, zip(*rows)))
 
 
 # ---- as text and as numbers ----
