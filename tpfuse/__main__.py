@@ -51,7 +51,6 @@ COMMANDS = {
 
 
 def parser() -> command.Parser:
-    """Returns the parser of the command line."""
     return command.make_parser(COMMANDS)
 
 

@@ -355,7 +355,6 @@ class TensorParallel:
 
 
 def resolve(group_name: str) -> dist.ProcessGroup:
-    """Returns the process group of this name."""
     return dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]  # torch's NewType of str
 
 

@@ -321,7 +321,6 @@ def read_adapter(path: Path, *, trainable: bool) -> StoredAdapter:
 
 
 def _shapes(adaptables: Adaptables, rank: int) -> dict[str, dict[str, tuple[int, int]]]:
-    """Returns the shapes of A and B of each linear layer."""
     return {name: {"A": (rank, inputs), "B": (outputs, rank)} for name, (outputs, inputs) in adaptables.layers.items()}
 
 

@@ -84,7 +84,6 @@ def stored_module(name: str, adapted: Iterable[str]) -> str:
 
 
 def stored_shapes(name: str, parameter: ExpertParameter, rank: int, apart: bool) -> dict[str, tuple[int, int]]:
-    """Returns the shapes in a file of a parameter's A and B."""
     (E, N, K), r = parameter.shape, 2 * rank if apart and name.endswith(_GATE_UP) else rank
     return {"A": (E * r, K), "B": (N, r * E)}
 

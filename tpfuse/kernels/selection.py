@@ -104,7 +104,6 @@ def _blocks(n: int, most: int) -> int:
 
 
 def launch_select(x: Tensor, threshold: float, most: int) -> Selected:
-    """Launches select_large."""
     x, n = x.contiguous(), x.shape[0]
     blocks = _blocks(n, most)
     marks, counts = x.new_empty(blocks, BLOCK // 8, dtype=torch.uint8), x.new_empty(blocks, dtype=torch.int32)

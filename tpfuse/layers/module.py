@@ -181,7 +181,6 @@ class ParallelModule(nn.Module):
 
 @onlooker
 def _compare_call(module: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The hook of a layer that compares its calls."""
     if module._agreement is not None and not torch.compiler.is_compiling():
         call = _flat("", {f"argument {i}": x for i, x in enumerate(args, 1)} | kwargs)
         state = lambda: module_state(module)

@@ -163,7 +163,6 @@ class ParallelMoE(Adaptable):
 
     @property
     def _shared_parts(self) -> SharedParts:
-        """What a shared expert adds."""
         shape = self.shape
         return SharedParts() if shape.shared_size is None else SharedParts.of(self.tp, gated=shape.shared_gate)
 

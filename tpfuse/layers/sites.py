@@ -11,8 +11,6 @@ POOLER = 65533  # what the linear layer below one reads
 
 
 class Sites(NamedTuple):
-    """The sites of one layer."""
-
     probabilities: int  # on the attention probabilities
     after: dict[str, int]  # on what a branch of the block gives, by the branch's name
 

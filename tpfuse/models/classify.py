@@ -193,7 +193,6 @@ class ClassifierHead(ReplicatedLinear):
                 check(not getattr(inputs, key), f"{self.name}: {key} is of {SINGLE}, and the labels are of {problem}")
 
     def problem(self, labels: Any) -> str:
-        """Returns the problem_type of a call."""
         c = self.classifier
         if c.per == TOKEN:
             return SINGLE

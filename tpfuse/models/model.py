@@ -327,7 +327,6 @@ class Model(nn.Module):
         return inputs._replace(loss_normalizer=(targets != IGNORE).sum().clamp(min=1))
 
     def _drops(self) -> bool:
-        """Returns whether a call drops anything."""
         c = self.config
         classifier = 0.0 if self.classifier is None else self.classifier.p
         return self.training and max(c.dropout, c.attention_dropout, c.embedding_dropout, classifier) > 0

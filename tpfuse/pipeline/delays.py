@@ -45,6 +45,5 @@ def register(model: nn.Module, delay: Delay) -> None:
 
 
 def delay_of(model: nn.Module) -> Delay | None:
-    """Returns what delays the gradients of a model, if anything does."""
     delay = _delays.get(model)
     return None if delay is None else delay()

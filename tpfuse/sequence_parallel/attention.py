@@ -28,8 +28,6 @@ from .row_linear import run_linear_exchange
 
 
 class _GatherAttentionExchange(Function):
-    """The overlapped form."""
-
     @staticmethod
     def forward(
         ctx: Any,

@@ -105,7 +105,6 @@ _measured._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def hidden(op: str, tp: TensorParallel) -> Hidden:
-    """Returns the overlap of ``op``."""
     return (SEQUENCE if tp.sequence_parallel else REPLICATED)[op]
 
 
@@ -128,7 +127,6 @@ def sizes(
 def form_of(
     op: str, rows: int, weight: tuple[int, int], *, dtype: torch.dtype, device: torch.device, tp: TensorParallel
 ) -> Form:
-    """Returns the form of a call of these sizes."""
     if tp.bitwise is not None and op != "embedding":  # which adds one row and zeros
         return Leafwise(-(-weight[0] // tp.leaves))
     if tp.size == 1 or tp.overlap == "off" or hidden(op, tp).gemms == 0:

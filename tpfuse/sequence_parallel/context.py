@@ -60,7 +60,6 @@ class HeadSplit(NamedTuple):
 
     @property
     def query_heads(self) -> int:
-        """The number of query heads of a rank."""
         return self.groups * self.heads // self.ranks
 
     def check(self, caller: str) -> None:

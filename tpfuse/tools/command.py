@@ -146,7 +146,6 @@ def main(parser: ArgumentParser, argv: list[str] | None = None) -> int:
 
 
 def print_result(args: Namespace, text: str, values: object) -> None:
-    """Prints the text, or with --json the values."""
     print(json.dumps(values, indent=1, default=str) if args.json else text)
 
 

@@ -39,7 +39,6 @@ class ParityRow(NamedTuple):
 
     @property
     def cells(self) -> dict[str, str]:
-        """The columns of the table."""
         return {"one rank": f"{self.one:.1e}", "split": f"{self.split:.1e}", "limit": f"{self.limit:.1e}"}
 
     def __str__(self) -> str:
@@ -121,7 +120,6 @@ def check_parity(
 
 
 def _row(pair: Pair, exact: Trace | None) -> Any:
-    """Returns the row of a pair of whole tensors."""
     key, one, split = pair
     assert split is not None
     if exact is None:

@@ -68,7 +68,6 @@ class CallRecord:
         return Call(numbers, parts, digest((numbers, number)))
 
     def add(self, call: Call) -> None:
-        """Counts a call."""
         self._calls.append(call)
 
     def clear(self) -> None:

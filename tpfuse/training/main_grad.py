@@ -266,7 +266,6 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 def _place_of(weight: nn.Parameter) -> GradSlot | None:
-    """Returns the place of what an optimizer steps on."""
     reference = _STEPPED.get(weight)
     return None if reference is None else reference()
 

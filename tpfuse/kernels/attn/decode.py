@@ -148,7 +148,6 @@ def _shape(q: Tensor, k: Tensor) -> tuple[dict[str, int], int]:
 
 
 def decode_launch(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions) -> Tensor:
-    """Launches attention_decode."""
     check_width(q)
     q, (B, G, Q, E), (key_mask, lengths, window, scale, softcap) = q.contiguous(), q.shape, options
     if k.stride() != v.stride() or k.stride(3) != 1:

@@ -329,14 +329,12 @@ def _dkdv_parameters(
 
 
 def bwd_launch(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, options: Options) -> Tensor:
-    """Launches attention_bwd."""
     return _launch_bwd(do, qkv, o, lse, options=options, chunk=None)[0]
 
 
 def of_queries_bwd_launch(
     do: Tensor, q: Tensor, chunk: QueryChunk, o: Tensor, lse: Tensor, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """Launches attention_of_queries_bwd."""
     return _launch_bwd(do, q, o, lse, options=options, chunk=chunk)
 
 

@@ -358,12 +358,10 @@ def _form(
 
 
 def fwd_launch(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Launches attention_fwd."""
     return _launch_fwd(qkv, options, None)
 
 
 def of_queries_fwd_launch(q: Tensor, chunk: QueryChunk, options: Options) -> tuple[Tensor, Tensor]:
-    """Launches attention_of_queries_fwd."""
     return _launch_fwd(q, options, chunk)
 
 

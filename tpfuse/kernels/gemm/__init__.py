@@ -9,8 +9,3 @@ runs               on a CPU: activations in runs of elements, gate and up as wor
 triton_activation  Triton: activations and column sums in passes of their own
 triton_gemm        Triton: one persistent GEMM and its epilogues
 """
-
-from .gated import swiglu
-from .op import linear
-
-__all__ = ["linear", "swiglu"]

@@ -161,7 +161,6 @@ def column_sum_launch(x: Tensor, dtype: torch.dtype, fixed: bool = False) -> Ten
 
 
 def bias_grad_launch(dy: Tensor, dtype: torch.dtype) -> Tensor:
-    """The launcher of bias_grad."""
     return column_sum_launch(dy, dtype, fixed=True)
 
 

@@ -3,7 +3,3 @@
 op      embedding: reference, autograd
 triton  Triton: the lookup and its deterministic backward
 """
-
-from .op import embedding
-
-__all__ = ["embedding"]

@@ -125,7 +125,6 @@ def bwd_config(D: int) -> dict[str, int]:
 
 
 def fwd_launch(weight: Tensor, ids: Tensor, first: int) -> Tensor:
-    """The launcher of embedding_fwd."""
     V, D = weight.shape
     if weight.stride(1) != 1:
         weight = weight.contiguous()
@@ -138,7 +137,6 @@ def fwd_launch(weight: Tensor, ids: Tensor, first: int) -> Tensor:
 
 
 def bwd_launch(dy: Tensor, ids: Tensor, first: int, rows: int, dtype: torch.dtype) -> Tensor:
-    """The launcher of embedding_bwd."""
     M, D = ids.numel(), dy.shape[-1]
     dy = dy.contiguous()
     ids, order = torch.sort(ids.flatten(), stable=True)

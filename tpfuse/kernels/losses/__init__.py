@@ -7,8 +7,3 @@ op             cross_entropy of logits
 options        the records its ops take
 triton         Triton: of logits
 """
-
-from .linear import linear_cross_entropy
-from .op import cross_entropy
-
-__all__ = ["cross_entropy", "linear_cross_entropy"]

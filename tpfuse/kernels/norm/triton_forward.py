@@ -289,7 +289,6 @@ def forward(
 def fwd_launch(
     parts: Tensor, add: Add, norm: NormVectors, mask: Mask, order: str, leaves: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The launcher of fused_norm_fwd."""
     _, m, D = parts.shape
     dtype = parts.dtype if add.residual is None else add.residual.dtype
     h = parts.new_empty(0) if order == ALONE else parts.new_empty(m, D, dtype=dtype)
@@ -314,7 +313,6 @@ def fwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
 
 
 def apply_launch(recipe: Recompute) -> Tensor:
-    """The launcher of norm_apply."""
     m, D = recipe.h.shape
     recipe = dense(recipe)
     x, y = recipe.h, recipe.h.new_empty(m, D, dtype=recipe.dtype)

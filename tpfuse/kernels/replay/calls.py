@@ -66,7 +66,6 @@ class Arguments:
 
     @property
     def double(self) -> bool:
-        """Returns whether a tensor is fp64."""
         return any(t.dtype is torch.float64 for t in self.tensors)
 
     def key(self) -> tuple[Any, ...]:
@@ -211,7 +210,6 @@ class Replayed:
         return result
 
     def forget(self) -> None:
-        """Drops all tapes."""
         self.tapes.clear()
         self.guarded.clear()
 

@@ -136,7 +136,6 @@ class Recorder(TorchDispatchMode):
         return len(self.slots) - 1
 
     def start(self, kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...]) -> None:
-        """Records a kernel that was started."""
         try:
             self.events.append(Start(kernel, grid, tuple(map(self._argument, args))))
         except Unrepeatable:

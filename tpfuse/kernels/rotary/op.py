@@ -99,7 +99,6 @@ def fwd_config(H: int, E: int) -> dict[str, int]:
 
 
 def fwd_launch(x: Tensor, rotation: Rotation, back: bool) -> Tensor:
-    """Launches rope_fwd."""
     M, H, E = x.shape
     F = rotation.cos.shape[1]
     if x.stride(2) != 1:

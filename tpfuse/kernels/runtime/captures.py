@@ -35,7 +35,6 @@ def capture(p: Tensor, receive: Receive) -> None:
 
 
 def capturing() -> bool:
-    """Returns whether anything is captured."""
     return len(_receivers) > 0
 
 

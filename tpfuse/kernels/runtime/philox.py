@@ -76,11 +76,9 @@ class Mask(NamedTuple):
 
     @property
     def rows(self) -> FirstRow:
-        """The place of the rows."""
         return self.first_row if self.split is None else RowPieces(self.first_row, self.split, self.second_row)
 
     def from_row(self, start: int) -> "Mask":
-        """Returns the mask of the rows from ``start`` on."""
         split = self.split
         if split is None or start < split:
             return self._replace(first_row=self.first_row + start, split=None if split is None else split - start)

@@ -40,7 +40,6 @@ def _fixed() -> dict[str, str]:
 
 
 def model_name(proc: Path = PROC) -> str:
-    """Returns the processor's model."""
     return _field("model name", proc) or platform.machine()
 
 

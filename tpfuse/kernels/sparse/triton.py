@@ -91,7 +91,6 @@ def _sampled_matmul_kernel(
 
 
 def sparse_matmul_launch(w: Vectors, x: Tensor) -> Tensor:
-    """Launches sparse_matmul."""
     values, index, offsets = (t.contiguous() for t in w[:3])
     if x.stride(1) != 1 or x.stride(0) < x.shape[1]:
         x = x.contiguous()
@@ -106,7 +105,6 @@ def sparse_matmul_launch(w: Vectors, x: Tensor) -> Tensor:
 
 
 def sampled_matmul_launch(q: Tensor, k: Tensor, column_index: Tensor, offsets: Tensor, block: int) -> Tensor:
-    """Launches sampled_matmul."""
     q, k, index, offsets = (t.contiguous() for t in (q, k, column_index, offsets))
     (M, E), strips = q.shape, len(offsets) - 1
     y = q.new_empty(len(index), block, dtype=torch.int32)

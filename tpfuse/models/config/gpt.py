@@ -117,7 +117,6 @@ class GPTConfig(ModelConfig):
 
     @property
     def expert_width(self) -> int:
-        """An expert's width."""
         return self.ffn_width if self.expert_size is None else self.expert_size
 
     def mlp_shape(self, layer: int) -> MLPShape | MoEShape:

@@ -86,7 +86,6 @@ class ModelConfig:
 
     @property
     def hf(self) -> Family:
-        """The entry of FAMILIES."""
         return FAMILIES[self.family]
 
     @property
@@ -101,7 +100,6 @@ class ModelConfig:
 
     @property
     def head_size(self) -> int:
-        """The width of a head."""
         return self.hidden_size // self.num_heads
 
     @property
@@ -130,11 +128,9 @@ class ModelConfig:
         return NormShape(self.norm, self.eps, self.norm_bias)
 
     def mlp_shape(self, layer: int) -> MLPShape | MoEShape:
-        """Returns the MLP of a layer."""
         return MLPShape(self.hidden_size, self.ffn_width, self.activation, self.gated, bias=self.mlp_bias)
 
     def attention_shape(self, layer: int) -> AttentionShape:
-        """Returns the self-attention of a layer."""
         return AttentionShape(
             self.hidden_size, self.num_heads, self.kv_heads, self.head_size, causal=self.causal,
             window=self.windows[layer], qk_norm=self.qk_norm, eps=self.eps, dropout=self.attention_dropout,

@@ -65,7 +65,6 @@ class Reader:
             raise ValueError(f"{self.name}: head_dim={quoted(self.config['head_dim'])} is not built; only {width} is")
 
     def ropes(self) -> RopeReader:
-        """Returns a reader of the rotary positions."""
         return RopeReader(self.name, self.config, self.family.rotary_keys, self.config["max_position_embeddings"])
 
     def pattern(self, layers: int) -> tuple[str, ...]:

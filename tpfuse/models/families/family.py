@@ -114,7 +114,6 @@ class Family(NamedTuple):
 
     @property
     def has_experts(self) -> bool:
-        """True if layers have experts."""
         return "num_experts" in self.hf_keys
 
     @property

@@ -27,7 +27,6 @@ class NamingConfig(Protocol):
 
 
 def table(name: str) -> dict[str, Source]:
-    """An embedding."""
     return {"weight": Source.one(f"{name}.weight", "v d -> v d")}
 
 
@@ -37,7 +36,6 @@ def linear(name: str, weight: str = "o i -> o i", bias: str = "o -> o") -> dict[
 
 
 def norm(name: str) -> dict[str, Source]:
-    """A norm."""
     return {"weight": Source.one(f"{name}.weight", "d -> d"), "bias": Source.one(f"{name}.bias", "d -> d")}
 
 

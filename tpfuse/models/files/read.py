@@ -46,7 +46,6 @@ class NamedTensors:
         self.caller, self.holder, self._stored = caller, holder, tensors
 
     def raw_names(self) -> Iterable[str]:
-        """Returns the names as they are stored."""
         return self._stored
 
     def names(self, base_prefix: str) -> dict[str, str]:

@@ -139,7 +139,6 @@ class SharedMemory:
 
     @staticmethod
     def size_of(ranks: int) -> int:
-        """Returns the bytes of it all."""
         return ranks * _LINE + 2 * ranks * ROOM
 
     def fits(self, x: Tensor) -> bool:

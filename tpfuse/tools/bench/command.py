@@ -43,7 +43,6 @@ tpfuse,torch,compile"""
 
 
 def register(p: CommandParser) -> None:
-    """Adds the options of ``bench``."""
     p.runs(run, DETAILS)
     p.add_argument("ops", nargs="*", metavar="OP", help="ops of the list, all, or a file of your own, path/to/my_op.py")
     p.add_argument("--shape", action="append", metavar="MxN,..", help="shapes; may be repeated (default: the op's own)")
@@ -79,7 +78,6 @@ def json_file(text: str) -> Path:
 
 
 def listed() -> list[dict[str, Any]]:
-    """Returns what there is to time."""
     fields = "name", "axes", "shapes", "cpu_shapes"
     benches = map(load, discover())
     return [{key: getattr(bench, key) for key in fields} | dict(providers=bench.names) for bench in benches]

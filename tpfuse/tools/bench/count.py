@@ -17,8 +17,6 @@ from ...kernels.runtime.op import NAMESPACE, OPS, Cost, least
 
 @dataclass
 class Kernel:
-    """A launched kernel."""
-
     name: str
     registers: int | None = None  # a thread; None under the interpreter
     spills: int | None = None  # bytes a thread
@@ -26,8 +24,6 @@ class Kernel:
 
 @dataclass
 class OpCount:
-    """One call of an op."""
-
     op: str
     cost: Cost
     kernels: list[Kernel]
@@ -56,7 +52,6 @@ class CallCount:
 
     @property
     def flops(self) -> int:
-        """Declared flops."""
         return sum(call.cost.flops for call in self.calls)
 
     @property

@@ -107,7 +107,6 @@ def result(results: Results, card: Card) -> dict[str, Any]:
 
 
 def write_csv(rows: Sequence[Row], path: pathlib.Path) -> None:
-    """Writes a line a row."""
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
@@ -115,5 +114,4 @@ def write_csv(rows: Sequence[Row], path: pathlib.Path) -> None:
 
 
 def write_json(result: dict[str, Any], path: pathlib.Path) -> None:
-    """Writes everything."""
     path.write_text(json.dumps(result, indent=1) + "\n")

@@ -70,7 +70,6 @@ def _colours(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def _crosses(axes: Any, rows: Sequence[Row], xs: Sequence[float], ys: Sequence[float]) -> None:
-    """Marks what is wrong."""
     wrong = [(x, y) for row, x, y in zip(rows, xs, ys, strict=True) if row["wrong"]]
     axes.plot(*zip(*wrong) if wrong else ([], []), marker="x", c="k", ms=9, ls="none")
 

@@ -48,7 +48,6 @@ def data_sheet(name: str) -> Sheet | None:
 
 
 def card_name(device: torch.device) -> str:
-    """Returns the device's name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()

@@ -96,13 +96,11 @@ def provider(bench: Bench, name: str) -> Provider:
 
 
 def outputs_of(fn: Provider, inputs: Inputs, p: float | None) -> tuple[Tensor, ...]:
-    """Returns the tensors that a call returns."""
     result = fn(*inputs) if p is None else fn(*inputs, p=p)
     return tuple(y for y in (result if isinstance(result, tuple) else (result,)) if isinstance(y, Tensor))
 
 
 def differentiable(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Returns those of the outputs that have a gradient."""
     return tuple(y for y in outputs if y.requires_grad)
 
 
@@ -148,7 +146,6 @@ def results(fn: Provider, inputs: Inputs, p: float | None, dtype: torch.dtype) -
 
 
 def double(inputs: Inputs) -> Inputs:
-    """Returns the inputs in fp64."""
     return tuple(t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t for t in inputs)
 
 
@@ -227,7 +224,6 @@ class _Measurement:
 
     @property
     def one_set(self) -> int:
-        """The bytes of one set of inputs."""
         return sum(t.nbytes for t in self.sets[0])
 
     def errors(self) -> dict[str, dict[str, tuple[float, float]]]:
@@ -269,7 +265,6 @@ class _Measurement:
                 self.setting.keep(self.results.rows[-1])
 
     def call(self, fn: Provider, mode: str) -> Callable[[int], object]:
-        """Returns a provider's call."""
         random = Random(DTYPES[self.case.dtype], self.device, 1)
         return calls(fn, self.sets, self.case.bench.p, mode=mode, random=random)
 

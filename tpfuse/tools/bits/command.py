@@ -43,7 +43,6 @@ class MakeModel:
 
 
 def register(p: CommandParser) -> None:
-    """Adds the options of ``bits``."""
     p.runs(
         _run,
         "Trains a model for some steps at each layout of ranks, in processes of this machine with one thread each, and"
@@ -100,7 +99,6 @@ def random_batches(config: ModelConfig, batch: int, seq: int, steps: int) -> lis
 
 
 def _compared(arguments: tuple[Any, ...]) -> Bits | ValueError:
-    """Returns what :func:`compare` does, or raises, with these arguments."""
     try:
         return compare(*arguments)
     except ValueError as error:

@@ -41,13 +41,11 @@ class BitsRow(NamedTuple):
 
     @classmethod
     def of(cls, key: Key, one: Tensor, split: Tensor) -> "BitsRow":
-        """Returns the row of two tensors of one shape."""
         count, ulps = differing(one, split)
         return cls(key.kind, key.label, count, one.numel(), ulps)
 
     @property
     def same(self) -> bool:
-        """True where no bit differs."""
         return self.differ == 0
 
     @property
@@ -57,7 +55,6 @@ class BitsRow(NamedTuple):
 
     @property
     def cells(self) -> dict[str, str]:
-        """The columns of the table."""
         return {"differ": f"{self.differ}", "elements": f"{self.elements}", "largest ulp": f"{self.ulps}"}
 
     def __str__(self) -> str:

@@ -53,7 +53,6 @@ class LayoutBits(NamedTuple):
 
     @property
     def same(self) -> bool:
-        """True where no bit differs."""
         return self.first_difference is None
 
     def counts(self) -> dict[str, tuple[int, int]]:

@@ -72,7 +72,6 @@ class Trace(dict[Key, Slice]):
         self[key] = Slice(x.detach().clone())
 
     def add_parameters(self, kind: str, model: nn.Module, value: Callable[[nn.Parameter], Tensor | None]) -> None:
-        """Adds a value of each parameter, where it has one."""
         for (name, spec, tp), p in zip(named_specs(model), model.parameters(), strict=True):
             if (x := value(p)) is not None:
                 self[self.key(kind, name)] = Slice(x.detach().clone(), Whole(spec, tp))
@@ -160,7 +159,6 @@ class _Recorder:
         return record
 
     def op(self, function: type, args: tuple[Any, ...], outputs: Any) -> None:
-        """Records the outputs of a call of a Function."""
         if (template := OPS.get(function.__name__)) is None or _in_backward():
             return
         name = template.format(running=self.running[-1], owner=self._owner(args), args=args).strip()

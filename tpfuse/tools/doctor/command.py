@@ -9,7 +9,6 @@ from .launched import world
 
 
 def register(p: CommandParser) -> None:
-    """Adds the options of ``doctor``."""
     p.runs(_run, "What this installation is, what runs where, and whether it works; by torchrun, of all ranks.")
     p.add_argument(
         "--folder", type=Path, default=Path("."), metavar="DIR", help="folder whose disk and sharing are examined"

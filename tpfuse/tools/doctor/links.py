@@ -30,7 +30,6 @@ def now() -> float:
 
 
 def pairs(size: int) -> list[tuple[int, int]]:
-    """Returns the pairs that are measured."""
     if size <= ALL:
         return list(itertools.combinations(range(size), 2))
     return [(i, (i + 1) % size) for i in range(size)]

@@ -35,7 +35,6 @@ def kind(name: str, namespace: str) -> str:
 
 
 def cost(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: object) -> Cost:
-    """Returns the cost of a call that gave ``outputs``."""
     name, schema = func._schema.name.split("::")[1], func._schema
     if name in _UNTOUCHED or _is_view(schema):
         return Cost(0, 0)

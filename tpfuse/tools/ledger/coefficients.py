@@ -54,7 +54,6 @@ class Axes(NamedTuple):
 
     @property
     def sizes(self) -> list[Size]:
-        """The sizes that are counted."""
         return self.fitted + self.further
 
 

@@ -37,7 +37,6 @@ def _add_sizes(p: Options) -> None:
 
 
 def add_context(p: Options) -> None:
-    """Adds --cp and --cp-kind."""
     cli.add_count(p, "--cp", "context-parallel size: ranks with a piece of each sequence", 1)
     p.add_argument(
         "--cp-kind",
@@ -48,7 +47,6 @@ def add_context(p: Options) -> None:
 
 
 def _add_imbalance(p: Options) -> None:
-    """Adds --imbalance."""
     cli.add_number(
         p,
         "--imbalance",
@@ -122,7 +120,6 @@ def _pipe(args: Namespace) -> stages.Pipe:
 
 
 def register_ledger(p: CommandParser) -> None:
-    """Adds the options of ``ledger``."""
     p.runs(_run_ledger)
     p.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     cli.add_count(p, "--batch", "number of sequences", 8)
@@ -188,7 +185,6 @@ def _run_ledger(args: Namespace) -> None:
 
 
 def register_memory(p: CommandParser) -> None:
-    """Adds the options of ``memory``."""
     p.runs(_run_memory)
     add_model(p)
     _add_step(p)
@@ -270,7 +266,6 @@ def _rank_memory(args: Namespace, config: ModelConfig, plan: dryrun.Plan) -> tup
 
 
 def register_dryrun(p: CommandParser) -> None:
-    """Adds the options of ``dryrun``."""
     p.runs(_run_dryrun)
     integers = cli.comma_separated(cli.positive)
     add_model(p)

@@ -151,7 +151,6 @@ class MicroBatchCost(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """All of them."""
         return self.gemm_flops + self.attention_flops
 
 
@@ -383,7 +382,6 @@ _RATIOS = """Counted is what the model on meta tensors does, formula the closed 
 
 
 def report(r: DryRun) -> str:
-    """Returns a dry run as text."""
     c, plan, held, work = r.config, r.plan, r.held, r.work
     mode = "sequence parallel" if plan.sequence_parallel else "without sequence parallelism"
     dtype, saving = str(plan.dtype).removeprefix("torch."), "blocks' inputs" if plan.full else plan.saving
@@ -417,7 +415,6 @@ def report(r: DryRun) -> str:
 
 
 def as_json(plan: Plan, held: RankMemory, work: MicroBatchCost) -> dict[str, Any]:
-    """Returns plain numbers, of one rank."""
     messages = [
         dict(over=over, op=op, phase=phase, calls=calls, bytes=wire)
         for (over, op, phase), (calls, wire) in work.messages.items()
@@ -478,7 +475,6 @@ def sweep(config: ModelConfig, plan: Plan, tps: Sequence[int], ranks: Sequence[i
 
 
 def sweep_table(points: list[Point]) -> str:
-    """Returns a sweep as a table."""
     costs = "parameters", "DDP state", "FSDP state", "saved", "peak", "flops", "sent over tp", "sent over dp"
     rows: list[tuple[object, ...]] = []
     for p in points:

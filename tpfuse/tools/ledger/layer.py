@@ -75,7 +75,6 @@ LayerKind = tuple[int | None, MLPShape | MoEShape]  # the window of attention, a
 
 
 def layer_kinds(config: ModelConfig) -> list[LayerKind]:
-    """Returns the kind of each layer of a model."""
     return list(zip(config.windows, map(config.mlp_shape, range(config.num_layers)), strict=True))
 
 
@@ -122,7 +121,6 @@ def take_block(
 
 
 def trace(run: Callable[[], None]) -> Ledger:
-    """Returns the ledger of a call."""
     with Ledger() as ledger:
         run()
     return ledger

@@ -44,7 +44,6 @@ class Line(NamedTuple):
     per_score: float = 0.0
 
     def seconds(self, flops: float, moved: float, scores: float = 0) -> float:
-        """Returns the seconds of a call."""
         return self.alpha + flops * self.per_flop + moved * self.per_byte + scores * self.per_score
 
 
@@ -140,8 +139,6 @@ class Machine(NamedTuple):
 
 
 class Size(NamedTuple):
-    """The model that is run."""
-
     width: int
     heads: int
     seq: int

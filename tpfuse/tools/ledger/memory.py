@@ -188,7 +188,6 @@ class StateBytes(NamedTuple):
 
     @property
     def total(self) -> int:
-        """The sum."""
         return sum(self)
 
 

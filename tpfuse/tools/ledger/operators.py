@@ -151,7 +151,6 @@ class LayerSizes(NamedTuple):
         return total
 
     def row(self, operator: Operator, element_size: int) -> Row:
-        """Returns the bytes and flops of an operator."""
         read, written = (element_size * self.count(side) for side in operator.traffic.split("->"))
         return Row(calls=1, read=read, written=written, least=read + written, flops=self.flops(operator))
 

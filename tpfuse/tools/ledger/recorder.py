@@ -84,7 +84,6 @@ class Row(NamedTuple):
 
 
 def add_up(entries: Iterable[Entry]) -> Row:
-    """Returns the sum of entries."""
     entries = list(entries)
     return Row(len(entries), **{field: sum(getattr(e, field) for e in entries) for field in Row._fields[1:]})
 

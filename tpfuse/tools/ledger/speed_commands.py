@@ -17,7 +17,6 @@ from .text import quantity, table
 
 
 def register_mfu(p: CommandParser) -> None:
-    """Adds the options of ``mfu``."""
     p.runs(
         _run_mfu,
         "Model and hardware flops utilisation of a measured step. Without --model: a published table, computed again.",
@@ -76,7 +75,6 @@ def _show_published(args: Namespace) -> None:
 
 
 def register_calibrate(p: CommandParser) -> None:
-    """Adds the options of ``calibrate``."""
     p.runs(_run_calibrate)
     p.add_argument("--out", type=Path, default=machine.DEFAULT, metavar="FILE", help="file that is written")
     p.add_argument("--dtype", choices=DTYPES, nargs="+", default=["fp32"], help="dtypes of the models that are timed")
@@ -98,7 +96,6 @@ def _run_calibrate(args: Namespace) -> None:
 
 
 def register_predict(p: CommandParser) -> None:
-    """Adds the options of ``predict``."""
     p.runs(_run_predict)
     add_model(p, default="gpt-3m")
     p.add_argument("--choices", type=_pairs, default="1x1,2x1,1x2,2x2", metavar="TPxDP,..", help="tp x dp to compare")

@@ -135,7 +135,6 @@ class RankRun(NamedTuple):
 
     @property
     def messages(self) -> list[RankMessage]:
-        """Those of a step."""
         rows = [self.stages[a.chain, a.stage].rows for a in self.actions if self._leaves(a)]
         messages = [RankMessage("pp", "send", len(rows), sum(rows))]
         if self.copied[0]:
@@ -257,7 +256,6 @@ def _counts(entries: Iterable[Entry]) -> Counts:
 
 
 def memory_table(ranks: list[RankRun]) -> str:
-    """Returns a table of each rank's memory."""
     rows = []
     for r in ranks:
         works = r.stages.values()
@@ -290,7 +288,6 @@ def report(ranks: list[RankRun]) -> str:
 
 
 def as_json(ranks: list[RankRun]) -> list[dict[str, Any]]:
-    """Returns plain numbers, of each rank."""
     return [
         dict(
             rank=r.rank,

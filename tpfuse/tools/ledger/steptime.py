@@ -169,7 +169,6 @@ def ranking_is_right(checked: list[Checked]) -> bool:
 
 
 def report(checked: list[Checked]) -> str:
-    """Returns predictions as text."""
     names = [n for n in (*KINDS, "optimizer", "dp", "overhead") if any(n in c.prediction.parts for c in checked)]
     errors = [c.error for c in checked if c.error is not None]
     header = ["tp", "cp", "dp", "micro-batch", "a step", "tokens/s", *(["measured", "error"] if errors else []), *names]

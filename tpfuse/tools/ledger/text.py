@@ -70,7 +70,6 @@ class Progress:
             print(f"\r\x1b[K{line}" if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
-        """Clears the line."""
         if self.shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 

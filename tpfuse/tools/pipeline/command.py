@@ -14,7 +14,6 @@ _HEADER = "schedule", "stages a rank", "copies of the weights", "seconds", "bubb
 
 
 def register(p: CommandParser) -> None:
-    """Adds the options of ``pipeline``."""
     p.runs(_run)
     add_count(p, "--stages", "ranks that the layers are spread over", 4)
     add_count(p, "--micro-batches", "micro-batches in a step", 8)

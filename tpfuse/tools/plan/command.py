@@ -7,7 +7,6 @@ from ..command import seconds as seconds_type
 
 
 def register(p: CommandParser) -> None:
-    """Adds the options of ``collectives``."""
     p.runs(_run)
     ranks, sizes = (
         ",".join(str(base**k) for k in powers) for base, powers in ((4, range(1, 7)), (2, range(10, 31, 2)))

@@ -160,6 +160,5 @@ def changes(step: StepEstimate, scenarios: Mapping[str, Scenario]) -> str:
 
 
 def label(step: StepEstimate) -> str:
-    """Returns a plan in one line."""
     mesh, micro_batch, saving, replicas, schedule = cells(step.split)
     return f"{mesh}, {schedule}, micro-batch {micro_batch}, {saving}, {replicas}"

@@ -75,7 +75,6 @@ share = bounded(float, lambda x: 0 < x <= 1, "above 0 and at most 1")
 
 
 def register(p: CommandParser) -> None:
-    """Adds the options of ``plan``."""
     p.runs(run, DETAILS)
     add_model(p)
     hardware = p.add_argument_group("hardware")
@@ -146,7 +145,6 @@ def run(args: Namespace) -> None:
 
 
 def cluster_of(args: Namespace) -> Cluster:
-    """Returns the cluster of --cluster, or of --device and --devices."""
     if args.cluster is not None:
         check(args.devices is None and args.device is None, "plan: --cluster says the devices; leave out --device(s)")
         return read(args.cluster)

@@ -77,7 +77,6 @@ class Plans(NamedTuple):
         return step.seconds <= TIE * self.steps[0].seconds
 
     def text(self) -> str:
-        """Returns a table of the plans, with notes."""
         steps, result = self.steps, self.result
         header = "", "split", "micro-batch", "kept", "dp by", "schedule", "a step", *STEP_PARTS, "peak memory", "MFU %"
         rows = []

@@ -178,7 +178,6 @@ class Stages:
         self.saved, self.held, self.parameters, self.experts = (rows[..., _PASSES + i] for i in range(len(_SIZES)))
 
     def seconds(self, kind: str) -> Array:
-        """Returns the seconds of a pass."""
         return self.passes[..., KINDS.index(kind)]
 
     @property

@@ -56,7 +56,6 @@ class Split(NamedTuple):
 
     @property
     def stages(self) -> int:
-        """Stages of a chain."""
         return self.pp * self.chunks
 
     @property
@@ -93,7 +92,6 @@ class PieceCost(NamedTuple):
     experts: float = 0.0
 
     def seconds(self, kind: str) -> float:
-        """Returns the seconds of a pass."""
         return sum(self.passes[kind].values())
 
     def share(self, dp: int) -> float:

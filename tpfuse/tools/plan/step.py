@@ -164,7 +164,6 @@ class Load:
         return (F, I, W) if SCHEDULES[self.split.schedule].split else (F, B, [0.0] * len(W))
 
     def order(self) -> Order:
-        """Returns the actions of all ranks."""
         return ordered(self.split.schedule, self.split.pp, self.count, self.split.chunks)
 
     def timeline(self) -> Timeline:

@@ -40,7 +40,6 @@ class JobProcess(NamedTuple):
 
 
 def this_job(token: str) -> JobProcess:
-    """Returns this process."""
     return JobProcess(host=_host(), pid=os.getpid(), started=_started(os.getpid()) or "", token=token)
 
 
@@ -152,7 +151,6 @@ def is_here(job: JobProcess) -> bool:
 
 
 def is_alive(job: JobProcess) -> bool:
-    """Returns whether the process is seen to be alive."""
     return is_here(job) and _started(job.pid) == job.started
 
 

@@ -48,8 +48,6 @@ class FileEntry(NamedTuple):
 
 
 class TensorEntry(NamedTuple):
-    """A tensor in a file."""
-
     dtype: torch.dtype
     offset: Index
     size: Index
@@ -89,7 +87,6 @@ def _bytes(pieces: Mapping[str, Piece]) -> Iterator[Any]:
 
 
 def size_of(path: Path) -> int:
-    """Returns the size of a regular file."""
     with errors_at(path):
         status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):

@@ -28,7 +28,6 @@ METHODS: dict[str, tuple[Models, str]] = {
 
 
 def refusing(method: str) -> Callable[..., Any]:
-    """Returns the replacement of a method of METHODS."""
     models, cure = METHODS[method]
 
     def around(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:

@@ -96,7 +96,6 @@ def _unmark(original: Callable[..., Any], arguments: Arguments) -> None:
 
 
 def error_of(tool: Tool, arguments: Arguments) -> str | None:
-    """Returns the error in a tool's arguments, if there is one."""
     named = list(tool.parameters(arguments))
     if tool.main_grad and PLACES and any(p in PLACES for _, p in named):
         return tool.main_grad

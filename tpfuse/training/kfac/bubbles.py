@@ -48,7 +48,6 @@ def check_copies(pipeline: "Pipeline", matrices: WholeMatrices) -> None:
 
 
 def stages_of(pipeline: "Pipeline", matrices: WholeMatrices) -> list[int]:
-    """Returns the stage of each weight on this rank."""
     names = {p: name for name, p in pipeline.model.named_parameters()}
     layers = [int(names[p].split(".")[1]) for p, *_ in matrices.sources.values()]  # of blocks.3.mlp.fc1.weight
     chunks = pipeline.model.stages.chunks

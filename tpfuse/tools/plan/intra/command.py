@@ -35,7 +35,6 @@ Megatron's own. Needs scipy: pip install 'tpfuse[plan]'. Such as: layouts --mode
 
 
 def register(p: CommandParser) -> None:
-    """Adds the options of ``layouts``."""
     p.runs(_run, DETAILS)
     add_model(p)
     p.add_argument(
@@ -105,7 +104,6 @@ class Layouts(NamedTuple):
     explained: bool
 
     def results(self) -> dict[str, Result]:
-        """Returns the report of each solution."""
         return {name: Result.of(self.space, solution) for name, solution in self.solutions.items()}
 
     def text(self) -> str:

@@ -54,7 +54,6 @@ class Result(NamedTuple):
 
     @classmethod
     def of(cls, space: Space, solution: Solution) -> "Result":
-        """Returns the report of a solution."""
         ops, changes = [], []
         for op, s in zip(space.graph.ops, space.chosen(solution)):
             weight = s.weight if op.weights else None
@@ -101,7 +100,6 @@ class Result(NamedTuple):
         )
 
     def json(self) -> dict[str, object]:
-        """Returns plain numbers and lists."""
         plain = self._asdict()
         plain["ops"] = [c._asdict() for c in self.ops]
         plain["conversions"] = [p._asdict() for p in self.conversions]

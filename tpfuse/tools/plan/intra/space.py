@@ -116,7 +116,6 @@ class Space:
     # ---- of a solution ----
 
     def chosen(self, solution: Solution) -> list[Strategy]:
-        """Returns the strategy of each op."""
         return [strategies[p] for strategies, p in zip(self.strategies, solution.pick)]
 
     def changes(self, solution: Solution) -> list[tuple[Edge, list[ConversionStep]]]:
@@ -144,12 +143,10 @@ class Space:
         )
 
     def exactly(self, pick: Pick, targets: TargetTypes) -> bool:
-        """Returns whether the strategies have all target types."""
         full = 2 * len(self.mesh.sizes)
         return all(_matches(s[i], types) == full for s, i, types in zip(self.strategies, pick, targets))
 
     def uniform(self, layout: Layout) -> TargetTypes:
-        """Returns one layout for every tensor."""
         return [[(kind, kind) for kind in layout]] * len(self.graph.ops)
 
     def schemed(self, schemes: Sequence[str]) -> TargetTypes:

@@ -16,7 +16,6 @@ _COLOURS = "#4c72b0", "#dd8452", "#55a868"
 
 
 def register(p: CommandParser) -> None:
-    """Adds the options of ``topology``."""
     p.runs(_run)
     add_count(p, "--accelerators", "number of accelerators that each network joins", 1024)
     add_output(p)

@@ -38,7 +38,6 @@ def _entries(directions: list[int], columns: int) -> list[int]:
 
 
 def _along(directions: list[int], columns: int) -> Ring:
-    """Returns the cycle along the rows."""
     starts = enumerate(zip(_entries(directions, columns), directions))
     return tuple(row * columns + (s + d * k) % columns for row, (s, d) in starts for k in range(columns))
 

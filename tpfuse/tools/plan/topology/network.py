@@ -26,8 +26,6 @@ ENDS = 1e-6  # seconds at both ends of a message
 
 
 class Cable(NamedTuple):
-    """A kind of cable."""
-
     dollars: float
     seconds: float  # from one end to the other
 
@@ -54,7 +52,6 @@ class Network(NamedTuple):
 
     @property
     def switches(self) -> int:
-        """Switches of all planes."""
         return self.planes * (len(self.graph) - self.accelerators)
 
     def cables(self, cable: str) -> int:
