@@ -198,7 +198,8 @@ class Vocabulary:
         config = together(lambda: self._resizable(count), groups)
         values = self._resized(count, mean_resizing)
         if count > previous:
-            _agree(groups, {f"{name} ({_CAUSE})": _bits(value[previous:]) for name, (value, _) in values.items()})
+            bits = lambda x: x.detach().contiguous().view(torch.uint8)
+            _agree(groups, {f"{name} ({_CAUSE})": bits(value[previous:]) for name, (value, _) in values.items()})
         for name, (value, spec) in values.items():
             path, _, leaf = name.rpartition(".")
             layer: Any = model.get_submodule(path)
@@ -282,7 +283,3 @@ def _resize_layers(model: Model, count: int) -> None:
     if isinstance(head := model.head, LMHead):
         head.vocab_size, (head.first, head.last) = count, head.tp.chunk(count)
         head.columns = head.tp.slice_size(count)
-
-
-def _bits(x: Tensor) -> Tensor:
-    return x.detach().contiguous().view(torch.uint8)

@@ -181,9 +181,8 @@ class CrossAttention(ParallelModule):
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
         visible = None if mask is None else mask.any(1)[:, None, None, None]
         if mask is not None and visible is not None:
-            mask = (
-                mask[:, None, None] | ~visible
-            )  # who sees nothing would get NaN: it sees all, and then counts nothing
+            # Who sees nothing would get NaN: it sees all, and then counts nothing.
+            mask = mask[:, None, None] | ~visible
         if rng is None:
             o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         else:

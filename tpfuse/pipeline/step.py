@@ -2,6 +2,7 @@
 one loss on every rank."""
 
 import contextlib
+import functools
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -121,7 +122,7 @@ class Pipeline:
         try:
             with self.shards.gathered(backward=backward):
                 runtime = self._runtime(calls[0], backward)
-                losses = runtime.run(calls, _no_work if filler is None else filler.run_before, passes)
+                losses = runtime.run(calls, filler.run_before if filler else lambda place: None, passes)
             totals = self._totals(name, self.trees) if sums and self.trees is not None else {}
         except BaseException:  # a half-done step is of no use to another
             self._forget()
@@ -201,18 +202,9 @@ class Pipeline:
             sent = torch.empty(call.rows.per_shard, model.config.hidden_size, dtype=key.dtype, device="meta")
             meta = Shapes(sent.requires_grad_(), torch.empty_like(tokens, device="meta"))
             build = self._take if self.splits else None
-            stages = [
-                ChunkStage(
-                    chunk,
-                    self._chunk,
-                    meta,
-                    device=tokens.device,
-                    group=self.group,
-                    build=build,
-                    around=self._around if backward else _alone,
-                )
-                for chunk in model.stages.chunks
-            ]
+            around = self._around if backward else lambda kind, micro_batch: contextlib.nullcontext()
+            make = functools.partial(ChunkStage, device=tokens.device, group=self.group, build=build, around=around)
+            stages = [make(chunk, self._chunk, meta) for chunk in model.stages.chunks]
             self._runtimes[key] = self._over(stages, backward)
         return self._runtimes[key]
 
@@ -326,14 +318,6 @@ class CallKind(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     backward: bool
-
-
-def _alone(kind: str, micro_batch: int) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
-
-
-def _no_work(place: int) -> None:
-    """Does nothing: a step's bubbles without a filling."""
 
 
 def _gradient(p: nn.Parameter) -> Tensor:

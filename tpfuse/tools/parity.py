@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.utils._pytree import tree_map_only
 
 from ..kernels.runtime.errors import check
 from ..parallel import TensorParallel
@@ -102,12 +103,17 @@ def check_parity(
 
     ValueError where the two models have other parameters.
     """
+    doubled = lambda x: x.double() if x.is_floating_point() else x
     run = lambda model, inputs, tp, shapes: trace(
         model, inputs, tp, loss=lambda outputs: _loss(outputs, shapes, tp), ops=bitwise
     )
     torch.manual_seed(0)
     model = model_fn(None if tp.bitwise is None else TensorParallel(bitwise=tp.bitwise))
-    exact = None if bitwise else run(copy.deepcopy(model).double(), _doubled(inputs), TensorParallel(), {})
+    exact = (
+        None
+        if bitwise
+        else run(copy.deepcopy(model).double(), tree_map_only(Tensor, doubled, dict(inputs)), TensorParallel(), {})
+    )
     one = run(model, inputs, TensorParallel(bitwise=tp.bitwise), {})
     torch.manual_seed(0)
     split = run(model_fn(tp), inputs, tp, {key.name: x.tensor.shape for key, x in one.items() if key.kind == "output"})
@@ -138,14 +144,6 @@ def _check_parameters(one: Trace, split: Trace) -> None:
 
 
 PARAMETERS = "weight", "gradient", "input gradient"  # kinds that both models must have
-
-
-def _doubled(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.double() if value.is_floating_point() else value
-    if isinstance(value, Mapping):
-        return {key: _doubled(item) for key, item in value.items()}
-    return value
 
 
 def _loss(outputs: dict[str, Tensor], shapes: Mapping[str, torch.Size], tp: TensorParallel) -> Tensor:

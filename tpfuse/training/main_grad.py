@@ -95,7 +95,9 @@ class MainGrad:
         self._record = CallRecord("MainGrad", self._ranks.group)
         if self._ranks.size > 1:
             record_calls(model, self._record)
-        _watch_optimizers()
+        if not _hooks:
+            _hooks.append(register_optimizer_step_pre_hook(_before_step))
+            _hooks.append(register_optimizer_step_post_hook(_after_step))
         install()
 
     def _make(self, members: list[tuple[str, nn.Parameter, Holder]], dtype: torch.dtype, complete: bool) -> Buffer:
@@ -275,8 +277,3 @@ def _held(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
 
 
 _hooks: list[Any] = []  # of all optimizers, once the first MainGrad is made
-
-
-def _watch_optimizers() -> None:
-    if not _hooks:
-        _hooks.extend((register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step)))

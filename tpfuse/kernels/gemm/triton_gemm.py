@@ -320,9 +320,8 @@ def _run(kernel: Any, product: Product, tiles: dict[str, Tensor | None], argumen
     present |= dict(a=a, b=b)
     tensors: dict[str, Tensor | TensorDescriptor | None] = {**tiles, "a": a, "b": b}
     arch, multiprocessors = target(a.device)
-    tma = (
-        has_tma(arch) and all(describable(t) for t in present.values()) and not (leaf or 0) % BK
-    )  # no leaf's end in a tile
+    no_end_in_a_tile = (leaf or 0) % BK == 0
+    tma = has_tma(arch) and all(describable(t) for t in present.values()) and no_end_in_a_tile
     if tma:
         tensors |= {name: TensorDescriptor.from_tensor(present[name], list(block)) for name, block in blocks.items()}
     else:  # pointers take registers too

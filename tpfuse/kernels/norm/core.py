@@ -227,9 +227,8 @@ class NormOps(NamedTuple):
     bwd: Op
 
 
-Check = Callable[
-    [Tensor, Add, NormVectors, Mask, str, int], None
-]  # raises ValueError for what the public functions do not take
+# Raises ValueError for what the public functions do not take.
+Check = Callable[[Tensor, Add, NormVectors, Mask, str, int], None]
 
 
 def norm_ops(name: str, check: Check, blocked: bool = False) -> NormOps:

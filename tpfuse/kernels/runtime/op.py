@@ -29,13 +29,9 @@ NAMESPACE = "tpfuse_" + __version__.replace(".", "_").replace("+", "_")
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 OPS: dict[str, "Op"] = {}  # by name
 R = typing.TypeVar("R", bound=tuple[Any, ...])  # a record
-GEMM, ATTENTION, NORM, ELEMENTWISE, COMMUNICATION = KINDS = (
-    "GEMM",
-    "attention",
-    "normalisation",
-    "elementwise",
-    "communication",
-)  # the ledger counts ops by these
+# The ledger counts ops by these.
+KINDS = "GEMM", "attention", "normalisation", "elementwise", "communication"
+GEMM, ATTENTION, NORM, ELEMENTWISE, COMMUNICATION = KINDS
 
 
 class Cost(NamedTuple):

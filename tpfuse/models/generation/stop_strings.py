@@ -10,6 +10,7 @@ do.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,7 +64,7 @@ class StopStrings:
             return None
         if self.kind == "ByteLevel" and all(c in _BYTES for c in token):
             return bytes(_BYTES[c] for c in token)
-        if self.kind == "ByteFallback" and _is_byte(token):
+        if self.kind == "ByteFallback" and re.fullmatch("<0x[0-9a-fA-F]{2}>", token):
             return bytes([int(token[3:5], 16)])
         text_of = self.tokenizer.convert_tokens_to_string
         _, match, piece = text_of([*self.context, token]).partition(_BEFORE)
@@ -90,11 +91,6 @@ def _types(config: Any) -> Iterator[str]:
             yield config["type"]
     for value in config.values() if isinstance(config, dict) else config if isinstance(config, list) else ():
         yield from _types(value)
-
-
-def _is_byte(token: str) -> bool:
-    digits = "0123456789abcdefABCDEF"
-    return len(token) == 6 and token.startswith("<0x") and token.endswith(">") and all(c in digits for c in token[3:5])
 
 
 def _byte_characters() -> dict[str, int]:

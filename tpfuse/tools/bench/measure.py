@@ -228,9 +228,8 @@ def _profiled(call: Callable[[], object]) -> tuple[object, list[Any]]:
     Its older one, because the newer one prints two lines about itself each time.
     """
     experimental = torch._C._profiler._ExperimentalConfig()
-    config = autograd.ProfilerConfig(
-        autograd.ProfilerState.CPU, False, True, False, False, False, experimental
-    )  # the second flag: memory
+    flags = False, True, False, False, False  # the second: memory
+    config = autograd.ProfilerConfig(autograd.ProfilerState.CPU, *flags, experimental)
     autograd._enable_profiler_legacy(config)
     try:
         result = call()

@@ -95,7 +95,8 @@ def trace(model: nn.Module, inputs: Mapping[str, Any], tp: TensorParallel, *, lo
     tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
     if isinstance(model, Model) and tokens is not None:
         recorded.rows = BatchRows(tokens.shape[:2], tp)
-    floats = {k: x.detach().clone().requires_grad_() for k, x in inputs.items() if _differentiable(x)}
+    given = {k: x for k, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    floats = {k: x.detach().clone().requires_grad_() for k, x in given.items()}
     torch.manual_seed(0)
     with contextlib.ExitStack() as stack:
         recorder = _Recorder(recorded, model, ops)
@@ -191,10 +192,6 @@ class _Recorder:
         if kind != "op" or x.dim() != 3:
             return x
         return x[0] if len(x) == 1 or x.stride(0) == 0 else summed(x, self.recorded.tp)
-
-
-def _differentiable(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def _in_backward() -> bool:

@@ -24,9 +24,8 @@ def world(group: dist.ProcessGroup | None) -> Iterator[dist.ProcessGroup | None]
         if gpu:
             torch.cuda.set_device(dist.get_node_local_rank() % torch.cuda.device_count())
         store, rank, size = next(dist.rendezvous("env://"))
-        prefixed = dist.PrefixStore(
-            f"tpfuse-doctor/{next(_calls)}", store
-        )  # a later group must not find this one's keys
+        # A later group must not find this one's keys.
+        prefixed = dist.PrefixStore(f"tpfuse-doctor/{next(_calls)}", store)
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", store=prefixed, rank=rank, world_size=size)
         try:
             yield dist.group.WORLD

@@ -71,14 +71,9 @@ def measure(job: Job, splits: list[Split], *, steps: int = 5) -> list[float]:
 
 
 def _measure_all(job: Job, splits: list[Split], steps: int) -> list[float]:
+    whole = lambda split: steptime.train(job.config, split.plan(job), batch=job.batch, steps=steps)
     waiting = progress(splits, "measuring", long=True) if dist.get_rank() == 0 else splits
-    return [_measure(job, split, steps) for split in waiting]
-
-
-def _measure(job: Job, split: Split, steps: int) -> float:
-    if split.pp > 1:
-        return _train(job, split, steps)
-    return steptime.train(job.config, split.plan(job), batch=job.batch, steps=steps)
+    return [_train(job, split, steps) if split.pp > 1 else whole(split) for split in waiting]
 
 
 def _train(job: Job, split: Split, steps: int) -> float:

@@ -108,37 +108,26 @@ def local_cpu(machine: Machine, ranks: int) -> LocalCPU:
 AnyDevice = Device | LocalCPU
 
 
-def _peak(half: float, single: float, *, bfloat16: bool = True) -> Mapping[str, float]:
+def _peak(half: float, single: float, *, bf16: bool = True) -> Mapping[str, float]:
     """Returns TFLOP/s of 16-bit matrix products and of fp32 as flop/s by dtype."""
-    names = ("bfloat16", "float16") if bfloat16 else ("float16",)
+    names = ("bfloat16", "float16") if bf16 else ("float16",)
     return MappingProxyType({name: half * 1e12 for name in names} | {"float32": single * 1e12})
 
 
 # NVIDIA "Tesla V100" (SXM2, 32 GB), "A100 80GB" (SXM), "H100" (SXM), "H200" (SXM), an eighth of "DGX B200"; AMD
 # "Instinct MI300X", whose compute units are counted.  V100 has the launch parameters of A100, and B200 those of H100:
 # there are none for it.
-DEVICES: Mapping[str, Device] = MappingProxyType(
-    {
-        d.name: d
-        for d in (
-            Device(
-                "v100",
-                _peak(125, 15.7, bfloat16=False),
-                0.9e12,
-                32e9,
-                gemm=0.5,
-                reached=0.75,
-                arch="sm_80",
-                multiprocessors=80,
-            ),
-            Device("a100-80gb", _peak(312, 19.5), 2.039e12, 80e9, arch="sm_80", multiprocessors=108),
-            Device("h100", _peak(989.4, 66.9), 3.35e12, 80e9, arch="sm_90", multiprocessors=132),
-            Device("h200", _peak(989.4, 66.9), 4.8e12, 141e9, arch="sm_90", multiprocessors=132),
-            Device("b200", _peak(2250, 75), 8e12, 180e9, arch="sm_90", multiprocessors=148),
-            Device("mi300x", _peak(1307.4, 163.4), 5.3e12, 192e9, arch="gfx942", multiprocessors=304),
-        )
-    }
+_DEVICES = (
+    Device(
+        "v100", _peak(125, 15.7, bf16=False), 0.9e12, 32e9, gemm=0.5, reached=0.75, arch="sm_80", multiprocessors=80
+    ),
+    Device("a100-80gb", _peak(312, 19.5), 2.039e12, 80e9, arch="sm_80", multiprocessors=108),
+    Device("h100", _peak(989.4, 66.9), 3.35e12, 80e9, arch="sm_90", multiprocessors=132),
+    Device("h200", _peak(989.4, 66.9), 4.8e12, 141e9, arch="sm_90", multiprocessors=132),
+    Device("b200", _peak(2250, 75), 8e12, 180e9, arch="sm_90", multiprocessors=148),
+    Device("mi300x", _peak(1307.4, 163.4), 5.3e12, 192e9, arch="gfx942", multiprocessors=304),
 )
+DEVICES: Mapping[str, Device] = MappingProxyType({d.name: d for d in _DEVICES})
 
 
 def device(name: str) -> Device:

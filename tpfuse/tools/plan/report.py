@@ -35,13 +35,7 @@ class PredictionErrors(NamedTuple):
 
 
 PUBLISHED = PredictionErrors(18, mean=-1.1, least=-7.5, most=7.7)  # as bench/plan/published.py prints them
-_COLOURS = dict(
-    zip(
-        STEP_PARTS,
-        ("#4c72b0", "#8172b3", "#c44e52", "#dd8452", "#ccb974", "#55a868", "#64b5cd", "#937860"),
-        strict=True,
-    )
-)
+_COLOURS = "#4c72b0", "#8172b3", "#c44e52", "#dd8452", "#ccb974", "#55a868", "#64b5cd", "#937860"  # of STEP_PARTS
 
 
 class Plans(NamedTuple):
@@ -158,9 +152,9 @@ def draw(plans: Plans, path: Path) -> None:
         names = [f"{i + 1}: {label(s.split)}" for i, s in enumerate(steps)]
         left = [0.0] * len(steps)
         factor, unit = scale(max(s.seconds for s in steps), "s")
-        for part in STEP_PARTS:
+        for part, colour in zip(STEP_PARTS, _COLOURS, strict=True):
             width = [s.parts[part] / factor for s in steps]
-            times.barh(names, width, left=left, color=_COLOURS[part], label=part)
+            times.barh(names, width, left=left, color=colour, label=part)
             left = [a + b for a, b in zip(left, width, strict=True)]
         times.set(xlabel=f"{unit} a step")
         times.invert_yaxis()

@@ -123,7 +123,7 @@ def save_checkpoint(
         save = _prepare(directory, ranks, stage_in(inner), collect, is_compared=is_compared)
         if not background:
             return _write(save)
-        copies = ranks.together(lambda: _copied(save.pieces))
+        copies = ranks.together(lambda: [x._replace(local=x.local.to("cpu", copy=True)) for x in save.pieces])
         return thread.start(directory, functools.partial(_write, save._replace(pieces=copies)))
 
 
@@ -142,9 +142,8 @@ def _collect(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, extr
     meta = dict(version=VERSION, step=step, extra=extra, optimizer=type(optimizer).__qualname__)
     meta |= dict(seed=int(getattr(model, "seed", 0)), model_step=int(getattr(model, "step", 0)))
     meta |= {"config": config_of(model), "conditions": conditions(model), _GROUPS: groups}
-    return pieces_of(entries, optimizer), json.loads(
-        json.dumps(meta)
-    )  # a copy, which the caller's changes do not reach
+    copied = json.loads(json.dumps(meta))  # the caller's changes do not reach it
+    return pieces_of(entries, optimizer), copied
 
 
 class _Mine(NamedTuple):
@@ -208,10 +207,6 @@ def _digest(value: Any) -> tuple[str, str]:
     """Returns the beginning of a value, for an error, and a checksum."""
     text = json.dumps(value)
     return text[:60], hashlib.sha256(text.encode()).hexdigest()
-
-
-def _copied(pieces: list[Piece]) -> list[Piece]:
-    return [piece._replace(local=piece.local.to("cpu", copy=True)) for piece in pieces]
 
 
 # ---- the files ----

@@ -50,11 +50,8 @@ def _whole_norm(tensors: list[Tensor], order: float) -> Tensor | None:
         return None
     _compare(split, order)
     parts = [part_of(x, placement) for x, placement in zip(tensors, wholes, strict=True)]
-    return total_norm(parts, order, "torch.nn.utils.get_total_norm").to(_dtype(tensors))
-
-
-def _dtype(tensors: list[Tensor]) -> torch.dtype:
-    return torch.promote_types(tensors[0].dtype, torch.float32)
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    return total_norm(parts, order, "torch.nn.utils.get_total_norm").to(dtype)
 
 
 def _compare(split: list[tuple[Tensor, Whole]], order: float) -> None:

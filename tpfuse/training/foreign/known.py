@@ -14,7 +14,8 @@ _remembered: "weakref.WeakKeyDictionary[nn.Module, dict[Tensor, Whole]]" = weakr
 def split_parameters() -> dict[Tensor, Whole]:
     """Returns the living parameters of which ranks hold different slices."""
     remembered = [item for parameters in _remembered.values() for item in parameters.items()]
-    return {p: placement for p, placement in (*remembered, *wholes().items()) if _is_split(placement)}
+    is_split = lambda spec, tp: spec.dim is not None and tp.size > 1 and tp.group_name is not None
+    return {p: placement for p, placement in (*remembered, *wholes().items()) if is_split(*placement)}
 
 
 def keep() -> None:
@@ -25,10 +26,6 @@ def keep() -> None:
     """
     for module in living():
         _remembered.setdefault(module, {}).update(wholes([module]))
-
-
-def _is_split(placement: Whole) -> bool:
-    return placement.spec.dim is not None and placement.tp.size > 1 and placement.tp.group_name is not None
 
 
 def any_split() -> bool:

@@ -71,7 +71,7 @@ def pieces(pipeline: "Pipeline", stages: Mapping[Curvature, int], refreshes: Ref
     for curvature in curvatures:
         for side in SIDES:
             pieces_here.append(_Piece(seconds[curvature][side], tuple(factors[curvature])))
-            runs.append(_refreshing(refreshes[curvature], side))
+            runs.append(functools.partial(refreshes[curvature], side))
     work: list[Work] = []
     for r, held in enumerate(gather(pieces_here, pipeline.group)):
         offset = len(work)
@@ -87,10 +87,6 @@ def _adding(curvature: Curvature, micro_batch: int) -> Callable[[], None]:
             curvature.add(rows)
 
     return run
-
-
-def _refreshing(refresh: Callable[[str], None], side: str) -> Callable[[], None]:
-    return lambda: refresh(side)
 
 
 # ---- what pieces take ----

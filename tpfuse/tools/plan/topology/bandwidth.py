@@ -18,7 +18,7 @@ import numpy as np
 
 from ....kernels.runtime.errors import check
 from .hamiltonian import hops_of, rings
-from .network import Network, networkx, scipy_sparse
+from .network import Network, extra
 
 _SOURCES = 64  # at once, of :func:`loads`
 
@@ -27,14 +27,15 @@ Edge = frozenset[Any]  # its two nodes
 
 def bisection(network: Network) -> float:
     """Returns the max-flow from the first half of the accelerators to the second, over the links of the first."""
-    graph, half = networkx().Graph(), network.accelerators // 2
+    networkx = extra("networkx")
+    graph, half = networkx.Graph(), network.accelerators // 2
     side = lambda node: ("low" if node < half else "high") if isinstance(node, int) else node
     for a, b, edge in network.graph.edges(data=True):
         u, v = side(a), side(b)
         if u != v:
             capacity = graph[u][v]["capacity"] if graph.has_edge(u, v) else 0
             graph.add_edge(u, v, capacity=capacity + edge["links"])
-    return float(networkx().maximum_flow_value(graph, "low", "high")) / (half * network.ports)
+    return float(networkx.maximum_flow_value(graph, "low", "high")) / (half * network.ports)
 
 
 # ---- shortest paths ----
@@ -83,7 +84,7 @@ def loads(graph: Any, sources: Mapping[Any, float], receivers: Mapping[Any, floa
     edges = [(number[a], number[b], edge["links"]) for a, b, edge in graph.edges(data=True)]
     ends = np.array([(a, b) for a, b, _ in edges] + [(b, a) for a, b, _ in edges], dtype=int).reshape(-1, 2).T
     links = np.array([n for *_, n in edges] * 2, dtype=float)
-    adjacent = scipy_sparse().csr_matrix((links, ends), shape=(len(number), len(number)))
+    adjacent = extra("scipy.sparse").csr_matrix((links, ends), shape=(len(number), len(number)))
     wanted = np.zeros((len(number), 1))
     wanted[[number[node] for node in receivers], 0] = list(receivers.values())
     crossed = np.zeros(len(edges))

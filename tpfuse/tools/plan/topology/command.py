@@ -107,12 +107,14 @@ def draw(compared: NetworkTable, path: Path) -> None:
 
 def _rings(ax: Any) -> None:
     """Draws 3 x 3 boards of 2 x 2: hops on a board as lines, hops through switches as arcs, boards as squares."""
+    from matplotlib.patches import Rectangle
+
     network = hamming_mesh(36, 2)
     rows, columns = network.grid or (0, 0)
     place = lambda node: (node % columns, -(node // columns))
     for r in range(0, rows, network.board):
         for c in range(0, columns, network.board):
-            ax.add_patch(_square(c - 0.3, -r - 1.3, 1.6))
+            ax.add_patch(Rectangle((c - 0.3, -r - 1.3), 1.6, 1.6, fc="#eeeeee", ec="#999999"))
     for ring, colour in zip(rings(network), _COLOURS):
         for a, b in hops_of(ring):
             far = abs(a - b) not in (1, columns)  # the two ends of a line
@@ -137,9 +139,3 @@ def _rings(ax: Any) -> None:
     lines += [ax.plot([], [], color="black", ls=style, label=text)[0] for style, text in styles.items()]
     ax.legend(handles=lines, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     ax.axis("off")
-
-
-def _square(x: float, y: float, side: float) -> Any:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((x, y), side, side, fc="#eeeeee", ec="#999999")

@@ -64,17 +64,8 @@ class Network(NamedTuple):
         return self.switches * SWITCH + sum(self.cables(name) * cable.dollars for name, cable in CABLES.items())
 
 
-def networkx() -> Any:
-    """Returns the module networkx; ValueError where it is not installed."""
-    return _extra("networkx")
-
-
-def scipy_sparse() -> Any:
-    """Returns the module scipy.sparse; ValueError where it is not installed."""
-    return _extra("scipy.sparse")
-
-
-def _extra(name: str) -> Any:
+def extra(name: str) -> Any:
+    """Returns a module of tpfuse[plan]; ValueError where it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -84,7 +75,7 @@ def _extra(name: str) -> Any:
 def empty(accelerators: int) -> Any:
     """Returns a graph without edges."""
     check(accelerators >= 2, f"plan: a network joins at least 2 accelerators, got {accelerators}")
-    graph = networkx().Graph()
+    graph = extra("networkx").Graph()
     graph.add_nodes_from(range(accelerators))
     return graph
 

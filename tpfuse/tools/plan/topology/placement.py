@@ -85,9 +85,8 @@ def _ringed(groups: Sequence[Sequence[int]], network: Network) -> Link:
     if len(groups[0]) == 1:
         return _link([], network, 1)
     choices: list[list[tuple[Ring, ...]]] = [[(tuple(group),) for group in groups]]  # rings of each group
-    if network.grid and all(_is_grid(group, network.grid[1]) for group in groups):
-        columns = network.grid[1]
-        choices.append([_cycles(group, columns) for group in groups])
+    if network.grid and all(grids := [_cycles(group, network.grid[1]) for group in groups]):
+        choices.append(grids)
     links = []
     for rings in choices:
         hops = [hop for group in rings for ring in group for hop in hops_of(ring)]
@@ -95,18 +94,11 @@ def _ringed(groups: Sequence[Sequence[int]], network: Network) -> Link:
     return max(links, key=lambda link: link.bandwidth)
 
 
-def _lines(group: Sequence[int], columns: int) -> tuple[list[int], list[int]]:
-    return sorted({node // columns for node in group}), sorted({node % columns for node in group})
-
-
-def _is_grid(group: Sequence[int], columns: int) -> bool:
-    down, across = _lines(group, columns)
-    return len(down) * len(across) == len(group) and min(len(down), len(across)) > 1
-
-
 def _cycles(group: Sequence[int], columns: int) -> tuple[Ring, ...]:
-    """Returns the cycles of a grid through the rows and columns of a group."""
-    down, across = _lines(group, columns)
+    """Returns the cycles of a grid through the rows and columns of a group; none where it is no grid."""
+    down, across = sorted({node // columns for node in group}), sorted({node % columns for node in group})
+    if len(down) * len(across) != len(group) or min(len(down), len(across)) == 1:
+        return ()
     return tuple(
         tuple(down[i // len(across)] * columns + across[i % len(across)] for i in ring)
         for ring in cycles(len(down), len(across))
