@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from bench.gpu_day.part import Context
 from bench.gpu_day.parts.rows import card_of
+from bench.gpu_day.sheets import data_sheet
 from bench.models.peers import Block
 from tpfuse.kernels.runtime.philox import make_rng
 from tpfuse.layers import TransformerBlock
 from tpfuse.tools.bench.definition import Random
 from tpfuse.tools.bench.measure import interleaved, side_stream
-from tpfuse.tools.bench.roofline import data_sheet
 from tpfuse.tools.bench.run import attempt
 
 SECONDS = 2.0  # for all providers of a layer

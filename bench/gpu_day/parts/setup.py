@@ -61,8 +61,9 @@ def _machine(context: Context) -> None:
 def _card(context: Context) -> None:
     import dataclasses
 
+    from bench.gpu_day.sheets import data_sheet
     from tpfuse.tools.bench.definition import DTYPES
-    from tpfuse.tools.bench.roofline import data_sheet, measure_card
+    from tpfuse.tools.bench.roofline import measure_card
 
     sizes = dict(copy_mib=4, side=64) if context.tiny else {}
     card = measure_card(context.device, {name: DTYPES[name] for name in ("bf16",)}, **sizes)

@@ -13,12 +13,12 @@ from bench.gpu_day.part import Absent, Context, require, tool
 from bench.gpu_day.parts import candidates, counters, kernels, rows, setup, suite, tuning
 from bench.gpu_day.parts.layers import of
 from bench.gpu_day.plan import DAY, SETUP, WORTH, parts, stages
+from bench.gpu_day.sheets import data_sheet
 from tpfuse.kernels import replay
 from tpfuse.kernels.runtime import launch
 from tpfuse.kernels.runtime import tuning as _tuning
 from tpfuse.tools.bench.definition import discover
 from tpfuse.tools.bench.definition import load as load_bench
-from tpfuse.tools.bench.roofline import data_sheet
 
 # ---- what is run ----
 

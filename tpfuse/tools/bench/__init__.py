@@ -7,7 +7,7 @@ measure     time and memory of calls that take turns; the last-level cache
 ops/        one file an op: its inputs and implementations
 output      rows as a table, CSV and JSON
 plots       the roofline, and speed over size
-roofline    copy bandwidth and matrix rate, measured and by data sheet
+roofline    copy bandwidth and matrix rate, measured
 run         one op at one shape: errors, times, rates and shares of the roofline
 """
 
