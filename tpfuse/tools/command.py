@@ -201,7 +201,7 @@ def add_flag(parser: Options, name: str, text: str) -> None:
 
 
 def add_number(
-    parser: Options, name: str, kind: Callable[[str], float], text: str, default: float | None = None
+    parser: Options, name: str, kind: Callable[[str], float], text: str, *, default: float | None = None
 ) -> None:
     """Adds an option that takes a number, which ``kind`` makes of its text."""
     parser.add_argument(name, type=kind, default=default, metavar="X", help=text)

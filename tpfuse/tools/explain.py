@@ -102,7 +102,7 @@ def _layers(model: nn.Module, call: _Call) -> Iterator[Path]:
             continue
         if isinstance(module, ParallelMLP):
             inside |= {module.fc1, module.fc2}
-            yield _path(name, "gather_mlp_exchange", module.fc1.flat()[0], module.tp, call)
+            yield _path(name, "gather_mlp_exchange", module.fc1.flat()[0], module.tp, call=call)
         elif isinstance(module, ParallelMoE):
             yield _experts(name, module, call)
         elif isinstance(module, ParallelAttention) and module.tp.cp is not None:
@@ -111,18 +111,18 @@ def _layers(model: nn.Module, call: _Call) -> Iterator[Path]:
             inside |= {module.qkv, module.out}
             weight = module.qkv.flat()[0]
             columns = len(weight) + module.out.weight.shape[1]
-            yield _path(name, "gather_attention_exchange", weight, module.tp, call, columns=columns)
+            yield _path(name, "gather_attention_exchange", weight, module.tp, call=call, columns=columns)
         elif isinstance(module, ColumnParallelLinear):
-            yield _path(name, "gather_linear", module.flat()[0], module.tp, call)
+            yield _path(name, "gather_linear", module.flat()[0], module.tp, call=call)
         elif isinstance(module, RowParallelLinear):
-            yield _path(name, "linear_exchange", local(module.weight), module.tp, call)
+            yield _path(name, "linear_exchange", local(module.weight), module.tp, call=call)
         elif isinstance(module, LMHead):
             untied = getattr(module, "weight", None)
             weight = local(tables[module.vocab_size] if untied is None else untied)
-            yield _path(name, "gather_linear", weight, module.tp, call, columns=module.columns)
+            yield _path(name, "gather_linear", weight, module.tp, call=call, columns=module.columns)
         elif isinstance(module, VocabParallelEmbedding):
             columns = module.tp.slice_size(module.num_embeddings)
-            yield _path(name, "embedding", local(module.weight), module.tp, call, columns=columns)
+            yield _path(name, "embedding", local(module.weight), module.tp, call=call, columns=columns)
 
 
 def _sends(model: nn.Module, rows: int | None, dtype: torch.dtype) -> Iterator[Path]:
@@ -169,7 +169,7 @@ def _averages(model: nn.Module) -> Iterator[Path]:
     )
 
 
-def _path(name: str, op: str, weight: Tensor, tp: TensorParallel, call: _Call, *, columns: int | None = None) -> Path:
+def _path(name: str, op: str, weight: Tensor, tp: TensorParallel, *, call: _Call, columns: int | None = None) -> Path:
     """Returns the path of rows that a GEMM reads or makes; weight [N, D] flat, ``columns``: N, if ranks have different
     ones."""
     rows, dtype, shape = call.rows, call.dtype_of(weight), (columns or len(weight), weight.shape[1])

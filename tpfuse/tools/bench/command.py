@@ -61,7 +61,7 @@ def register(p: CommandParser) -> None:
     p.add_argument("--dtype", default="bf16", metavar="DTYPE,..", help="dtypes: bf16, fp16, fp32")
     p.add_argument("--mode", default="fwd,bwd", metavar="MODE,..", help=modes)
     p.add_argument("--dropout", type=float, metavar="P", help="dropout rate of the ops that have one (default: 0.1)")
-    add_number(p, "--seconds", float, "time spent on a shape and mode, in seconds", 1.0)
+    add_number(p, "--seconds", float, "time spent on a shape and mode, in seconds", default=1.0)
     files = p.add_argument_group("output")
     files.add_argument("--csv", type=Path, metavar="FILE", help="write rows for a spreadsheet to this file")
     printed = "print JSON in place of tables; with FILE.json, print tables and write JSON there"

@@ -52,7 +52,7 @@ def _add_imbalance(p: Options) -> None:
         "--imbalance",
         cli.bounded(float, lambda x: x >= 1, "a number of at least 1"),
         "of a model with experts: count the rank whose experts have the most rows, X times the mean (default: 1)",
-        1.0,
+        default=1.0,
     )
 
 

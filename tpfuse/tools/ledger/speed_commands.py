@@ -85,7 +85,7 @@ def register_calibrate(p: CommandParser) -> None:
         metavar="N,..",
         help="numbers of processes that run at once, one thread each",
     )
-    cli.add_number(p, "--seconds", float, "time that it takes about, in seconds", 60)
+    cli.add_number(p, "--seconds", float, "time that it takes about, in seconds", default=60)
     cli.add_output(p, plot=False)
 
 

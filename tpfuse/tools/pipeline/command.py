@@ -21,8 +21,8 @@ def register(p: CommandParser) -> None:
     add_count(p, "--chunks", "stages on a rank, of interleaved and zero-bubble (default: 2)")
     for name, kind in (("forward", "forward"), ("input", "input-gradient"), ("weight", "weight-gradient")):
         text = f"time of the {kind} pass of all layers of a rank, in seconds"
-        add_number(p, f"--{name}", seconds, text, 1.0)
-    add_number(p, "--communication", float, "time from a rank to the next, in seconds", 0.0)
+        add_number(p, f"--{name}", seconds, text, default=1.0)
+    add_number(p, "--communication", float, "time from a rank to the next, in seconds", default=0.0)
     add_output(p)
 
 

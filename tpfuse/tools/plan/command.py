@@ -14,9 +14,9 @@ def register(p: CommandParser) -> None:
     integers = comma_separated(positive)
     p.add_argument("--ranks", type=integers, default=ranks, metavar="N,..", help="numbers of ranks that sum")
     p.add_argument("--sizes", type=integers, default=sizes, metavar="BYTES,..", help="message sizes, in bytes a rank")
-    add_number(p, "--latency", seconds_type, "time a message is under way, in seconds", 5e-6)
-    add_number(p, "--overhead", seconds_type, "time a message keeps a rank busy, in seconds", 1e-6)
-    add_number(p, "--bandwidth", rate, "bandwidth of a rank's link each way, in GB/s", 25.0)
+    add_number(p, "--latency", seconds_type, "time a message is under way, in seconds", default=5e-6)
+    add_number(p, "--overhead", seconds_type, "time a message keeps a rank busy, in seconds", default=1e-6)
+    add_number(p, "--bandwidth", rate, "bandwidth of a rank's link each way, in GB/s", default=25.0)
     add_number(
         p,
         "--density",

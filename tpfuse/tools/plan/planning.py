@@ -93,7 +93,7 @@ def register(p: CommandParser) -> None:
     hardware.add_argument(
         "--machine", type=Path, default=DEFAULT, metavar="FILE", help="file that calibrate wrote, of --device here"
     )
-    add_number(hardware, "--memory-share", share, "share of a device's memory that may be filled", 0.9)
+    add_number(hardware, "--memory-share", share, "share of a device's memory that may be filled", default=0.9)
     training = p.add_argument_group("training")
     add_count(training, "--global-batch", "sequences in a step, over all ranks", 8)
     add_seq(training, 256)

@@ -59,14 +59,14 @@ def register(p: CommandParser) -> None:
         "--tflops",
         cli.rate,
         "matrix rate that a rank reaches, in TFLOP/s (default: 75 %% of an A100's peak, 234)",
-        234.0,
+        default=234.0,
     )
     cli.add_number(
         p,
         "--memory-bandwidth",
         cli.rate,
         "memory bandwidth that a rank reaches, in GB/s (default: 80 %% of an A100's, 1632)",
-        1632.0,
+        default=1632.0,
     )
     p.add_argument(
         "--bandwidth",
@@ -74,7 +74,7 @@ def register(p: CommandParser) -> None:
         metavar="X,..",
         help="bandwidth of a rank's link along each axis, in GB/s (default: 230, along the outer one 25)",
     )
-    cli.add_number(p, "--latency", cli.seconds, "time a message is under way, in seconds", 1e-6)
+    cli.add_number(p, "--latency", cli.seconds, "time a message is under way, in seconds", default=1e-6)
     cli.add_flag(p, "--explain", "print the cost of each op's other layouts, and the second best choice")
     cli.add_output(p)
 
