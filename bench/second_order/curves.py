@@ -179,10 +179,10 @@ def trained(options: Options, name: str, rate: float, plan: Plan) -> dict[str, A
     return dict(rate=rate, held_out=held_out, optimizer=max(medians))
 
 
-def at_rates(first: float, most: int, train: Callable[[float], dict[str, Any]]) -> list[dict[str, Any]]:
-    """Trains at ``first`` and at the double and the half of the best rate so far, until both are worse or ``most`` are
+def at_rates(start: float, most: int, train: Callable[[float], dict[str, Any]]) -> list[dict[str, Any]]:
+    """Trains at ``start`` and at the double and the half of the best rate so far, until both are worse or ``most`` are
     tried."""
-    runs = {first: train(first)}
+    runs = {start: train(start)}
     while len(runs) < most:
         best = min(runs, key=lambda rate: runs[rate]["held_out"][-1][1])
         rate = next((rate for rate in (2 * best, best / 2) if rate not in runs), None)
