@@ -7,7 +7,6 @@ Thresholds are of one layout: at another they are estimated anew.
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from ..ok_topk import OkTopk, TopkState, Unit
 from .meta import Meta
-from .pieces import Piece, Stored, fill, full_piece, piece
+from .pieces import Piece, Sources, fill, full_piece, piece
 from .ranks import Ranks
 from .state import Entries, Stock, stored_name, stored_names
 
@@ -78,11 +77,19 @@ class Reading(NamedTuple):
     path: Path
     meta: Meta
     stock: Stock
+    sources: Sources
     entries: Entries
     ranks: Ranks
 
+    def part(self, key: str, name: str) -> Piece:
+        """Returns what this rank needs of a tensor that is split as the parameter ``name``, in the file's dtype."""
+        target = piece(key, *self.entries[name])
+        part = target._replace(local=torch.empty(target.local.shape, dtype=self.stock[key][0]))
+        fill(self.path, part, self.sources[key])
+        return part
 
-def read_hook(hook: OkTopk | None, reading: Reading, sources: Mapping[str, Sequence[Stored]]) -> HookState | None:
+
+def read_hook(hook: OkTopk | None, reading: Reading) -> HookState | None:
     """Returns a hook's state; None where none is asked for, or the checkpoint has none.
 
     ValueError where the checkpoint's hook has other parameters than the model.
@@ -105,12 +112,12 @@ def read_hook(hook: OkTopk | None, reading: Reading, sources: Mapping[str, Seque
         if unknown:
             raise ValueError(f"{reading.path} has a residual of {unknown[0]}, which this model has no place for")
         own_names = [name for stored in names for name in local_names[stored]]
-        parts = [_mean(hook, name, reading, sources) for name in own_names]
+        parts = [_mean(hook, name, reading) for name in own_names]
         unit = Unit([reading.entries[name][0] for name in own_names], torch.cat([part.flatten() for part in parts]))
         key = _thresholds(reading.ranks.rank, i)
         if _same_layout(hook, reading) and key in reading.stock:
             thresholds = full_piece(key, torch.empty(reading.stock[key][1], dtype=torch.float64))
-            fill(reading.path, thresholds, sources[key])
+            fill(reading.path, thresholds, reading.sources[key])
             unit.state = _as_state(thresholds.local)
         units.append(unit)
     return HookState(saved["step"], units)
@@ -121,20 +128,18 @@ def _same_layout(hook: OkTopk, reading: Reading) -> bool:
     return bool(reading.meta[KEY]["replicas"] == hook.replicas and world == reading.ranks.size)
 
 
-def _mean(hook: OkTopk, name: str, reading: Reading, sources: Mapping[str, Sequence[Stored]]) -> Tensor:
+def _mean(hook: OkTopk, name: str, reading: Reading) -> Tensor:
     """Returns this rank's part of a parameter's residual: its own, or the mean over the replicas that were."""
-    p, spec, tp = reading.entries[name]
+    p, spec, _ = reading.entries[name]
     replicas = reading.meta[KEY]["replicas"]
     averaged = [hook.replica] if replicas == hook.replicas else range(replicas)
     total = None
     for replica in averaged:
         key = _residual(replica, stored_name(name, spec))
-        target = piece(key, p, spec, tp)
         if key not in reading.stock:
             raise ValueError(f"{reading.path} has no {key}")
-        part = target._replace(local=torch.empty(target.local.shape, dtype=reading.stock[key][0]))
-        fill(reading.path, part, sources[key])
-        total = part.local if total is None else total.add_(part.local)
+        part = reading.part(key, name).local
+        total = part if total is None else total.add_(part)
     assert total is not None
     return total.div_(len(averaged)).to(p.device)
 

@@ -1,6 +1,5 @@
 """load_checkpoint: latest -> meta.json -> shards -> state; nothing changes before every rank has read everything."""
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,14 +15,12 @@ from .conditions import check_config, conditions, warn_of_differences
 from .errors import named
 from .folder import META, read_latest, warn_of_newer
 from .hooks import HookState, Reading, put_hook, read_hook
-from .meta import Meta, files_of, opened, read_text
+from .meta import Meta, files_of, holds, opened, read_text
 from .pending import check_pending, read_pending
-from .pieces import Stored, check_apart, fill
+from .pieces import Sources, Stored, check_apart, fill
 from .ranks import Ranks, all_ranks
 from .shards import DTYPES, ShardReader, TensorEntry, parts, verify
 from .stages import held_elsewhere
-
-Sources = Mapping[str, Sequence[Stored]]  # where the pieces of each tensor are
 
 
 def load_checkpoint(
@@ -106,11 +103,7 @@ def _find(directory: Path) -> tuple[str, bytes] | None:
 
 def _check_same(path: Path, raw: bytes) -> None:
     """OSError where this rank does not see the checkpoint that rank 0 reads."""
-    try:
-        same = read_text(path) == raw
-    except OSError:
-        same = False
-    if not same:
+    if not holds(path, raw):
         raise OSError(f"{path} of {host()[0]} is not the file that rank 0 reads: all ranks must share one folder")
 
 
@@ -172,8 +165,8 @@ def _filled(checkpoint: _Checkpoint, stock: state.Stock, sources: Sources, wante
     pieces = state.fresh(path, wanted.entries, stock, wanted.optimizer is not None)
     for piece in pieces.values():
         fill(path, piece, sources[piece.name])
-    reading = Reading(path, meta, stock, entries=wanted.entries, ranks=ranks)
-    residuals, pending = read_hook(wanted.hook, reading, sources), read_pending(reading, sources)
+    reading = Reading(path, meta, stock, sources, entries=wanted.entries, ranks=ranks)
+    residuals, pending = read_hook(wanted.hook, reading), read_pending(reading)
     return _LoadedState(pieces, state.optimizer_state(wanted.entries, pieces, wanted.optimizer), residuals, pending)
 
 

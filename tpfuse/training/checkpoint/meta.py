@@ -63,6 +63,14 @@ def read_text(path: Path) -> bytes:
             return file.read()
 
 
+def holds(path: Path, contents: bytes) -> bool:
+    """Returns whether a file is here and has these contents."""
+    try:
+        return read_text(path) == contents
+    except OSError:
+        return False
+
+
 def check_json(name: str, value: Any) -> None:
     """ValueError where a value would not come back from JSON; a tuple comes back as a list."""
     try:

@@ -2,7 +2,6 @@
 its batch's loss in meta.json."""
 
 import math
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import nn
 from ...pipeline.delays import Pending, delay_of
 from .hooks import Reading
 from .meta import WITH_GRADIENT, Meta
-from .pieces import Piece, Stored, fill, piece
+from .pieces import Piece, piece
 from .state import Entries, as_parameter, as_slice, stored_name
 
 KEY = "pending"  # in meta.json
@@ -45,19 +44,16 @@ def check_pending(path: Path, meta: Meta, model: nn.Module) -> None:
         )
 
 
-def read_pending(reading: Reading, sources: Mapping[str, Sequence[Stored]]) -> Pending | None:
+def read_pending(reading: Reading) -> Pending | None:
     """Returns the gradient that waits, in new tensors; None where the checkpoint has none."""
     about: Any = reading.meta.get(KEY)
     if about is None:
         return None
     gradients = {}
-    for name, (p, spec, tp) in reading.entries.items():
+    for name, (p, spec, _) in reading.entries.items():
         key = f"{_PREFIX}{stored_name(name, spec)}"
         if key in reading.stock:
-            part = piece(key, p, spec, tp)
-            part = part._replace(local=torch.empty(part.local.shape, dtype=reading.stock[key][0]))
-            fill(reading.path, part, sources[key])
-            gradients[p] = as_parameter(as_slice(part, spec).to(p.device), p)
+            gradients[p] = as_parameter(as_slice(reading.part(key, name), spec).to(p.device), p)
     first = next(p for p, *_ in reading.entries.values())
     dtype = torch.promote_types(first.dtype, torch.float32)
     return Pending(torch.tensor(float(about["loss"]), dtype=dtype, device=first.device), gradients)

@@ -1,7 +1,7 @@
 """Pieces of tensors: those that a rank holds, the rank that writes each, and their reading at another split."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,6 +41,9 @@ class Stored(NamedTuple):
     offset: Index
     size: Index
     read: Callable[[tuple[slice, ...]], Tensor]
+
+
+Sources = Mapping[str, Sequence[Stored]]  # where the pieces of each tensor are
 
 
 def piece(name: str, x: Tensor, spec: Spec, tp: TensorParallel) -> Piece:
