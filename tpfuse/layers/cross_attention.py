@@ -51,10 +51,7 @@ class KeyValue(ColumnProjection):
         self.in_features, self.groups, self.copies = in_features, groups, copies
         shape = groups, 2, head_width
         self.add_parameter("weight", (*shape, in_features), 0, init_std, copies=copies, dtype=dtype, device=device)
-        if bias:
-            self.add_parameter("bias", shape, 0, "zeros", copies=copies, dtype=dtype, device=device)
-        else:
-            self.register_parameter("bias", None)
+        self.add_parameter("bias", shape, 0, "zeros", present=bias, copies=copies, dtype=dtype, device=device)
         self.initialize_alone()
 
     def flat(self) -> tuple[Tensor, Tensor | None]:

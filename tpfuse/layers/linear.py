@@ -137,10 +137,7 @@ class ColumnParallelLinear(ColumnProjection):
         self.tp.divide_leaves(shape[0], "ColumnParallelLinear: out_features")
         self.in_features, self.out_features, self.activation = in_features, math.prod(shape), activation
         self.add_parameter("weight", (*shape, in_features), 0, init_std, dtype=dtype, device=device)
-        if bias:
-            self.add_parameter("bias", shape, 0, "zeros", dtype=dtype, device=device)
-        else:
-            self.register_parameter("bias", None)
+        self.add_parameter("bias", shape, 0, "zeros", present=bias, dtype=dtype, device=device)
         self.initialize_alone()
 
     def flat(self) -> tuple[Tensor, Tensor | None]:
@@ -171,10 +168,7 @@ class RowParallelLinear(Adaptable):
         self.tp.divide_leaves(in_features, "RowParallelLinear: in_features")
         self.in_features, self.out_features = in_features, out_features
         self.add_parameter("weight", (out_features, in_features), 1, init_std, dtype=dtype, device=device)
-        if bias:
-            self.add_parameter("bias", (out_features,), None, "zeros", dtype=dtype, device=device)
-        else:
-            self.register_parameter("bias", None)
+        self.add_parameter("bias", (out_features,), None, "zeros", present=bias, dtype=dtype, device=device)
         self.initialize_alone()
 
     def parts(self, x: Tensor) -> Tensor:

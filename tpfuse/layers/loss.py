@@ -139,14 +139,9 @@ class VocabParallelHead(ParallelModule):
         self.first, self.last = self.tp.chunk(vocab_size, f"{type(self).__name__}: vocab_size")
         self.columns = self.tp.slice_size(vocab_size)  # the last ranks may have fewer
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
-        if tied:
-            self.register_parameter("weight", None)
-        else:
-            self.add_parameter("weight", (vocab_size, hidden_size), 0, init_std, dtype=dtype, device=device)
-        if bias:
-            self.add_parameter("bias", (vocab_size,), 0, "zeros", dtype=dtype, device=device)
-        else:
-            self.register_parameter("bias", None)
+        shape = vocab_size, hidden_size
+        self.add_parameter("weight", shape, 0, init_std, present=not tied, dtype=dtype, device=device)
+        self.add_parameter("bias", (vocab_size,), 0, "zeros", present=bias, dtype=dtype, device=device)
         self.initialize_alone()
         if tied:
             self._agreement = None  # calls are given a slice of the vocabulary, which ranks may have more or less of

@@ -95,16 +95,20 @@ class ParallelModule(nn.Module):
         dim: int | None,
         init: float | str,
         *,
+        present: bool = True,
         copies: int = 1,
         origin: Origin | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        """Registers this rank's slice of a parameter of the full ``shape``, not yet initialised.
+        """Registers this rank's slice of a parameter of the full ``shape``, not yet initialised; not ``present``: None.
 
         ``dtype`` and ``device`` as torch's layers take them; ``copies`` leaves, without ``tp.bitwise`` ranks, in a row
         hold the same slice; the rest as in :class:`Spec`.
         """
+        if not present:
+            self.register_parameter(name, None)
+            return
         if not isinstance(init, str):
             check_number(f"{type(self).__name__}: init_std", init, NOT_NEGATIVE)
         tp = self.ranks_of(name)

@@ -45,10 +45,7 @@ class LayerNorm(ParallelModule):
         self.add_parameter(
             "weight", (normalized_shape,), self.dim, start, copies=self.copies, dtype=dtype, device=device
         )
-        if bias:
-            self.add_parameter("bias", (normalized_shape,), None, "zeros", dtype=dtype, device=device)
-        else:
-            self.register_parameter("bias", None)
+        self.add_parameter("bias", (normalized_shape,), None, "zeros", present=bias, dtype=dtype, device=device)
         self.initialize_alone()
 
     def forward(self, x: Tensor) -> Tensor:

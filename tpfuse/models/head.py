@@ -59,10 +59,7 @@ class ReplicatedLinear(ParallelModule):
         super().__init__(tp)
         self.in_features, self.out_features, self.activation, self.of_rows = inputs, outputs, activation, of_rows
         self.add_parameter("weight", (outputs, inputs), None, init_std)
-        if bias:
-            self.add_parameter("bias", (outputs,), None, "zeros")
-        else:
-            self.register_parameter("bias", None)
+        self.add_parameter("bias", (outputs,), None, "zeros", present=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [m, K] -> act(W x + b) [m, N]"""

@@ -12,7 +12,7 @@ from ..kernels.attn.options import TENSORS, Options, check_options
 from ..kernels.gemm.op import check_linear
 from ..kernels.norm import Recompute
 from ..kernels.runtime.captures import captures
-from ..kernels.runtime.deferred import Later, detached, later
+from ..kernels.runtime.deferred import Later, deferred
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.function import Function, once_differentiable
 from ..kernels.runtime.main_grad import mains
@@ -96,10 +96,7 @@ def gather_attention_exchange(
     if form is overlapped and tp.cp is None:
         qkv_shape = x.shape[0] * x.shape[1], len(qkv_weight) // K, *heads
         check_options(qkv_shape, options)
-        deferral = later(x, qkv_weight, qkv_bias, out_weight)
-        weights = qkv_weight, qkv_bias, out_weight
-        if deferral is not None:
-            weights = qkv_weight.detach(), detached(qkv_bias), out_weight.detach()
+        deferral, *weights = deferred(x, qkv_weight, qkv_bias, out_weight)
         return _GatherAttentionExchange.apply(x, *weights, (heads, deferral), options, tp, recompute)
     qkv = run_gather_linear(x, LinearWeights(qkv_weight, qkv_bias, "none"), tp=tp, recompute=recompute, form=form)
     o = attend_pieces(qkv.view(len(qkv), -1, *heads), options, tp)

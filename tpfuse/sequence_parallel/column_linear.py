@@ -15,7 +15,7 @@ from torch import Tensor
 from ..kernels.gemm.op import activation_bwd, check_linear
 from ..kernels.norm import Recompute
 from ..kernels.runtime.captures import captures
-from ..kernels.runtime.deferred import Later, detached, later
+from ..kernels.runtime.deferred import Later, deferred
 from ..kernels.runtime.function import Function, once_differentiable
 from ..kernels.runtime.main_grad import mains
 from ..kernels.runtime.op import autocast, dtype_of
@@ -89,8 +89,5 @@ def run_gather_linear(
     x: Tensor, linear: LinearWeights, *, tp: TensorParallel, recompute: Recompute | None, form: Form
 ) -> Tensor:
     """gather_linear of arguments that have been checked: x [R, m, D] with stride 0."""
-    w, b, activation = linear
-    deferral = later(x, w, b)
-    if deferral is not None:
-        w, b = w.detach(), detached(b)
-    return GatherLinear.apply(x, w, b, activation, tp, recompute, form, deferral)
+    deferral, w, b, _ = deferred(x, linear.w, linear.b)
+    return GatherLinear.apply(x, w, b, linear.activation, tp, recompute, form, deferral)

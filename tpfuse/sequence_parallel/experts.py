@@ -35,7 +35,7 @@ from ..kernels.experts.reference import check_expert_tiles
 from ..kernels.experts.router import router_bwd, router_fwd, router_wgrad
 from ..kernels.gemm.activation import ACTIVATIONS
 from ..kernels.norm import Recompute
-from ..kernels.runtime.deferred import Later, detached, later
+from ..kernels.runtime.deferred import Later, deferred
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.function import Function, once_differentiable
 from ..kernels.runtime.leaves import check_leaves, tree_of_new
@@ -266,8 +266,8 @@ def routed_experts(
     check(0 <= valid <= m, f"routed_experts: valid must be 0 to {m}, the rows of this rank, got {valid}")
     check_leaves("routed_experts", x, tp.leaves)
     check_expert_tiles(x, w1, fc2_weight, tile=tp.row_tile)
-    deferral, *weights = _deferred(x, w1, fc2_weight)
-    shared_deferral, *shared_weights = _deferred(x, shared_w1, shared_w2)
+    deferral, first, _, second = deferred(x, w1, None, fc2_weight)
+    shared_deferral, shared_first, _, shared_second = deferred(x, shared_w1, None, shared_w2)
     gated = ACTIVATIONS[activation].gated
     assert gated is not None
     num_experts = len(router_weight) - (shared is not None and shared.gated)
@@ -277,11 +277,6 @@ def routed_experts(
         scales=adapters.scales,
     )  # fmt: skip
     router_weight = router_weight.to(acc_dtype(x))
-    outputs = RoutedExperts.apply(x, *weights, router_weight, router_bias, *shared_weights, options, *adapters.tensors)
+    weights = first, second, router_weight, router_bias, shared_first, shared_second
+    outputs = RoutedExperts.apply(x, *weights, options, *adapters.tensors)
     return RoutedParts(*outputs)
-
-
-def _deferred(x: Tensor, w1: Tensor | None, w2: Tensor | None) -> tuple[Later | None, Tensor | None, Tensor | None]:
-    """Returns how a pair of weights defers its gradients, and the pair, detached where it does."""
-    deferral = later(x, w1, None, w2)
-    return (None, w1, w2) if deferral is None else (deferral, detached(w1), detached(w2))

@@ -18,7 +18,7 @@ from ..kernels.gemm.activation import width
 from ..kernels.gemm.op import check_linear
 from ..kernels.norm import Recompute
 from ..kernels.runtime.captures import captures
-from ..kernels.runtime.deferred import Later, detached, later
+from ..kernels.runtime.deferred import Later, deferred
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.function import Function, once_differentiable
 from ..kernels.runtime.main_grad import mains
@@ -94,9 +94,6 @@ def gather_mlp_exchange(
     x, fc1_weight, fc1_bias, fc2_weight = autocast(x, fc1_weight, fc1_bias, fc2_weight)
     x = expanded("gather_mlp_exchange", x, tp)
     form = choose("gather_mlp_exchange", x, fc1_weight, tp=tp)
-    deferral = later(x, fc1_weight, fc1_bias, fc2_weight)
-    weights = fc1_weight, fc1_bias, fc2_weight
-    if deferral is not None:
-        weights = fc1_weight.detach(), detached(fc1_bias), fc2_weight.detach()
+    deferral, *weights = deferred(x, fc1_weight, fc1_bias, fc2_weight)
     options = activation, recompute is None if keep is None else keep, deferral
     return GatherMLPExchange.apply(x, *weights, options, tp, recompute, form)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..kernels.gemm.op import check_linear
 from ..kernels.runtime.captures import captures
-from ..kernels.runtime.deferred import Later, later
+from ..kernels.runtime.deferred import Later, deferred
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.function import Function, once_differentiable
 from ..kernels.runtime.main_grad import mains
@@ -58,6 +58,5 @@ def linear_exchange(x: Tensor, weight: Tensor, *, tp: TensorParallel) -> Tensor:
 
 def run_linear_exchange(x: Tensor, weight: Tensor, tp: TensorParallel, form: Form) -> Tensor:
     """linear_exchange of arguments that have been checked."""
-    deferral = later(x, None, None, weight)
-    w = weight if deferral is None else weight.detach()
+    deferral, _, _, w = deferred(x, None, None, weight)
     return LinearExchange.apply(x, w, tp, form, deferral)

@@ -63,6 +63,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat([rotated.to(x.dtype), x[..., W:]], -1)
 
 
+def rotate_both(q: Tensor, k: Tensor, options: Options, rows: slice, *, back: bool = False) -> tuple[Tensor, Tensor]:
+    """Rotates queries [..., n, E] at positions ``rows`` and keys [..., S, E]; ``back``: the other way, as gradients."""
+    rotation = angles(options, acc_dtype(q))
+    if rotation is None:
+        return q, k
+    cos, sin = rotation[0], -rotation[1] if back else rotation[1]
+    turned = rotate(q, cos[..., rows, :], sin[..., rows, :], options.interleaved)
+    return turned, rotate(k, cos, sin, options.interleaved)
+
+
 def keep_mask(
     options: Options, rows: Tensor, samples: Tensor, *, heads: int, keys: range, dtype: torch.dtype
 ) -> Tensor:
@@ -99,11 +109,7 @@ def _dense(
     """Returns q [B, G, Q, n, E], k and v [B, G, 1, S, E], rotated and in fp32; S [B, G, Q, n, S], -inf where masked;
     and scale dS / dz."""
     (q, k, v), rows = operands(x, options, chunk), query_positions(options, chunk)
-    rotation = angles(options, acc_dtype(x))
-    if rotation is not None:
-        cos, sin = rotation
-        q = rotate(q, cos[..., rows, :], sin[..., rows, :], options.interleaved)
-        k = rotate(k, cos, sin, options.interleaved)
+    q, k = rotate_both(q, k, options, rows)
     q, k, v = (t.to(acc_dtype(x)) for t in (q, k, v))
     s = q @ k.transpose(-1, -2) * options.scale
     slope: Tensor | float = options.scale
@@ -156,12 +162,7 @@ def _backward(
     dz = probs * (do @ v.transpose(-1, -2) * mask - (do * o).sum(-1, keepdim=True)) * slope
     dq, dk = dz @ k, (dz.transpose(-1, -2) @ q).sum(2, keepdim=True)
     dv = ((probs * mask).transpose(-1, -2) @ do).sum(2, keepdim=True)
-    rotation = angles(options, s.dtype)
-    if rotation is not None:
-        cos, sin = rotation
-        dq = rotate(dq, cos[..., rows, :], -sin[..., rows, :], options.interleaved)
-        dk = rotate(dk, cos, -sin, options.interleaved)
-    return dq, dk, dv
+    return *rotate_both(dq, dk, options, rows, back=True), dv
 
 
 def attention_fwd_ref(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:

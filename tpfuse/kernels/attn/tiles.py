@@ -26,7 +26,7 @@ from ..runtime.philox import scale
 from ..runtime.tiles import check_alike
 from .cpu import documents
 from .options import INF, Options, QueryChunk, query_positions
-from .reference import angles, by_head, keep_mask, operands, rotate
+from .reference import by_head, keep_mask, operands, rotate_both
 
 KEYS = 64  # of a block
 _ABSENT = 1 << 40  # the column of a key that nobody sees
@@ -139,11 +139,7 @@ def fwd_tiles(x: Tensor, options: Options, chunk: QueryChunk | None = None) -> t
     """attention_fwd, or with a chunk attention_of_queries_fwd, on a CPU, in tiles of ``options.tile`` queries."""
     check(options.bias is None, "attention: an additive bias is not built for batch_invariant")
     (q, k, v), places = operands(x, options, chunk), query_positions(options, chunk)
-    rotation = angles(options, acc_dtype(x))
-    if rotation is not None:
-        cos, sin = rotation
-        q = rotate(q, cos[..., places, :], sin[..., places, :], options.interleaved)
-        k = rotate(k, cos, sin, options.interleaved)
+    q, k = rotate_both(q, k, options, places)
     batch, G, Q, n, E = q.shape
     numbers = TileOptions(options.tile, options.causal, options.window, scale=options.scale, softcap=options.softcap)
     keep = None if options.rng is None else _Keep(options, G, Q, acc_dtype(x))

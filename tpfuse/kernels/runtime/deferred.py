@@ -99,17 +99,19 @@ def deferring() -> bool:
     return not torch.compiler.is_compiling() and _current.get() is not None
 
 
-def later(
+def deferred(
     x: Tensor, weight: Tensor | None, bias: Tensor | None = None, out_weight: Tensor | None = None
-) -> Later | None:
-    """Returns what an op is to hand over; None where it makes its gradients at once: also where nothing before it waits
-    for a gradient of ``x``, and its backward may never be called."""
+) -> tuple[Later | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Returns what an op is to hand over, and its weight, bias and out_weight, detached where it does.
+
+    It is None where the op makes its gradients at once: also where nothing before it waits for a gradient of ``x``, and
+    its backward may never be called.
+    """
     store = None if torch.compiler.is_compiling() else _current.get()
     if store is None or not x.requires_grad or not torch.is_grad_enabled():
-        return None
+        return None, weight, bias, out_weight
     deferral = Later(store, weight, bias, out_weight)
-    return deferral if any(map(deferral.needs_gradient, ("weight", "bias", "out_weight"))) else None
-
-
-def detached(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.detach()
+    if not any(map(deferral.needs_gradient, ("weight", "bias", "out_weight"))):
+        return None, weight, bias, out_weight
+    weight, bias, out_weight = (None if w is None else w.detach() for w in (weight, bias, out_weight))
+    return deferral, weight, bias, out_weight
