@@ -12,7 +12,7 @@ from ...models.files.disk import fsync, write_whole
 from ...parallel import host
 from .errors import errors_at
 from .job import is_alive, is_here, read_job, this_job, write_job
-from .meta import WITH_GRADIENT, holds, plain, read_text
+from .meta import WITH_GRADIENT, has_contents, plain, read_text
 
 LATEST, META = "latest", "meta.json"
 SAVING = "saving.json"  # in a checkpoint that is being written: by whom
@@ -76,7 +76,7 @@ def new_checkpoint(directory: Path, step: int) -> Path:
 
 def check_shared(path: Path, saving: bytes) -> None:
     """OSError where this rank does not see the folder that rank 0 made, with the file that it wrote there."""
-    if not holds(path / SAVING, saving):
+    if not has_contents(path / SAVING, saving):
         raise OSError(f"{path.parent} of {host()[0]} is not the folder that rank 0 writes to: all ranks must share one")
 
 

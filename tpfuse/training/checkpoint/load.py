@@ -15,7 +15,7 @@ from .conditions import check_config, conditions, warn_of_differences
 from .errors import named
 from .folder import META, read_latest, warn_of_newer
 from .hooks import HookState, Reading, put_hook, read_hook
-from .meta import Meta, files_of, holds, opened, read_text
+from .meta import Meta, files_of, has_contents, opened, read_text
 from .pending import check_pending, read_pending
 from .pieces import Sources, Stored, check_apart, fill
 from .ranks import Ranks, all_ranks
@@ -103,7 +103,7 @@ def _find(directory: Path) -> tuple[str, bytes] | None:
 
 def _check_same(path: Path, raw: bytes) -> None:
     """OSError where this rank does not see the checkpoint that rank 0 reads."""
-    if not holds(path, raw):
+    if not has_contents(path, raw):
         raise OSError(f"{path} of {host()[0]} is not the file that rank 0 reads: all ranks must share one folder")
 
 

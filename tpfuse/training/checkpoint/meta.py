@@ -63,7 +63,7 @@ def read_text(path: Path) -> bytes:
             return file.read()
 
 
-def holds(path: Path, contents: bytes) -> bool:
+def has_contents(path: Path, contents: bytes) -> bool:
     """Returns whether a file is here and has these contents."""
     try:
         return read_text(path) == contents
