@@ -65,7 +65,8 @@ class TensorParallel:
     and "keys" where heads cannot be divided; layers on their own "heads".
 
     ``replicas``: the data-parallel replicas that these ranks are of, one; several of ranks that hold experts
-    (:meth:`over_replicas`), replica by replica.  ``axis``: the word for these ranks in an error.
+    (:meth:`over_replicas`), replica by replica.  ``divisor``: what gradients of experts, sums over the rows of all
+    replicas, are divided by.  ``axis``: the word for these ranks in an error.
     """
 
     rank: int
@@ -77,6 +78,7 @@ class TensorParallel:
     bitwise: int | None
     batch_invariant: int | None
     replicas: int
+    divisor: int
     axis: str
     cp: "TensorParallel | None"
     cp_kind: str
@@ -143,6 +145,7 @@ class TensorParallel:
             bitwise=bitwise,
             batch_invariant=batch_invariant,
             replicas=1,
+            divisor=1,
             axis="tensor-parallel",
             cp=None,
             cp_kind=cp_kind,
@@ -175,9 +178,17 @@ class TensorParallel:
 
     @staticmethod
     def over_replicas(group: dist.ProcessGroup, tp: "TensorParallel") -> "TensorParallel":
-        """Returns the ranks of ``group``, which are those of ``tp``, of one replica after another; a collective."""
+        """Returns the ranks of ``group``, which are those of ``tp``, of one replica after another, with gradients that
+        are a mean over the replicas; a collective."""
         ranks = TensorParallel(group, sequence_parallel=tp.sequence_parallel, overlap="off")
-        ranks.__dict__.update(replicas=ranks.size // tp.size, axis="expert-parallel")
+        replicas = ranks.size // tp.size
+        ranks.__dict__.update(replicas=replicas, divisor=replicas, axis="expert-parallel")
+        return ranks
+
+    def with_divisor(self, divisor: int) -> "TensorParallel":
+        """Returns these ranks with another ``divisor``: 1 where the loss is one over all replicas."""
+        ranks = copy.copy(self)
+        ranks.__dict__["divisor"] = divisor
         return ranks
 
     @property

@@ -69,11 +69,11 @@ def micro_batches(mesh):
     return min(2 * mesh["pp"].size(), ROWS // mesh["dp"].size())
 
 
-def place(mesh, name):
+def place(mesh, name, over_replicas=False):
     """The options of a rank's stages."""
-    return dict(
-        dp=mesh["dp"] if mesh["dp"].size() > 1 else None, stage=(mesh["pp"].get_local_rank(), mesh["pp"].size(), name)
-    )
+    stage = mesh["pp"].get_local_rank(), mesh["pp"].size(), name
+    experts = dict(experts=mesh["dp", "tp"]) if over_replicas else {}
+    return dict(dp=mesh["dp"] if mesh["dp"].size() > 1 else None, stage=stage) | experts
 
 
 def errors(model, first, gradient=lambda p: p.grad):

@@ -110,13 +110,15 @@ def counted(world, layout, name, options, config):
     tp = TensorParallel(mesh["tp"], sequence_parallel=options.get("sequence_parallel", True), overlap="off", **cp)
     given = dict(saving=options.get("saving", "fastest"), recompute="full" if options.get("full") else None)
     stage = pp.get_local_rank(), pp.size(), name
+    given |= dict(experts=mesh["dp", "tp"]) if options.get("over_replicas") else {}
     model = made(config, tp=tp, dp=dp if dp.size() > 1 else None, stage=stage, **given)
     pipeline, rows = schedule(model, pp, name, MICRO_BATCHES), slice(0, 8 // dp.size())
     (first, _), (ids, labels) = ((ids.clamp(max=95), labels.clamp(max=95)) for ids, labels in batches(2))
     pipeline.step(first[rows], labels=first[rows])  # which compares the ranks' arguments, and makes the runtime
     (runtime,) = pipeline._runtimes.values()
     with pytest.MonkeyPatch.context() as patch, routed(evenly), Ledger() as ledger:
-        patch.setattr(router, "ROWS", 12)  # to whose multiple a CPU fills up the rows of logits: those of a rank
+        count = first[rows].numel() // MICRO_BATCHES // tp.size
+        patch.setattr(router, "ROWS", count)  # to whose multiple a CPU fills up the rows of logits: those of a rank
         watched = Watched(patch, pipeline, runtime, ledger)
         if name in WITHOUT_FLUSH:  # whose micro-batches in flight are to be watched from their beginning
             pipeline.step(first[rows], labels=first[rows])
@@ -194,6 +196,14 @@ def test_pieces_of_sequences(ranks, kind, name):
 @pytest.mark.parametrize("name", ["1f1b", pytest.param("zero-bubble", marks=pytest.mark.slow)])
 def test_experts_that_have_as_many_rows(ranks, name):
     check(ranks, (2, 1, 2), name, EXPERTS)
+
+
+@pytest.mark.parametrize("layout", [(2, 2, 1), pytest.param((2, 2, 2), marks=pytest.mark.slow)], ids=str)
+def test_experts_over_replicas(ranks, layout):
+    """Whose gradients no replica sums again."""
+    shared, alone = (check(ranks, layout, "1f1b", EXPERTS, over_replicas=over)[0] for over in (True, False))
+    summed = [next(m.bytes for m in r.messages if m.op == "all_reduce (gradients)") for r in (shared, alone)]
+    assert summed[0] < summed[1] and shared.parameters < alone.parameters
 
 
 def held_on(world):

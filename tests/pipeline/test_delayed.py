@@ -63,12 +63,12 @@ def delayed_in_one_process(world, config, lora, **options):
         return losses, history, {name: p.detach() for name, p in model.named_parameters()}
 
 
-def over_stages(world, layout, config, lora, exact, sequence_parallel=False, **options):
+def over_stages(world, layout, config, lora, exact, sequence_parallel=False, over_replicas=False, **options):
     mesh = world.stages(*layout)
     losses, history, weights = exact
     with default_dtype(F64):
         tp = TensorParallel(mesh["tp"], sequence_parallel=sequence_parallel)
-        model = adapted(made(config, tp=tp, **place(mesh, "2bw"), **options), lora)
+        model = adapted(made(config, tp=tp, **place(mesh, "2bw", over_replicas), **options), lora)
         pipeline, rows = schedule(model, mesh["pp"], "2bw", ROWS // mesh["dp"].size()), mine(mesh)
         optimizer = torch.optim.AdamW(param_groups(model, weight_decay=0.1), lr=1e-2)
         found, worst = [], 0.0
@@ -118,6 +118,11 @@ def test_every_kind_of_model(ranks, kind):
 
 def test_beside_other_features(ranks):
     check(ranks, (2, 1, 2), MODELS["llama"], lora=True, sequence_parallel=True)
+
+
+@pytest.mark.slow
+def test_experts_over_replicas(ranks):
+    check(ranks, (2, 2, 1), MODELS["mixtral"], over_replicas=True)
 
 
 def test_recompute(ranks):

@@ -11,8 +11,8 @@ from tpfuse import MainGrad, TensorParallel, clip_grad_norm_
 from tpfuse.pipeline import SCHEDULES, schedule
 
 
-def staged(mesh, name, config, **options):
-    model = made(config, tp=TensorParallel(mesh["tp"]), **place(mesh, name))
+def staged(mesh, name, config, over_replicas=False):
+    model = made(config, tp=TensorParallel(mesh["tp"]), **place(mesh, name, over_replicas))
     return model, MainGrad(model, mesh["dp"])
 
 
@@ -39,7 +39,7 @@ def test_every_kind_of_model(ranks, kind):
 
 @pytest.mark.slow
 def test_experts_over_replicas_and_ranks(ranks):
-    check_curve(ranks, staged, (2, 2, 2), "zbv", MODELS["mixtral"], steps=1)
+    check_curve(ranks, staged, (2, 2, 2), "zbv", MODELS["mixtral"], over_replicas=True)
 
 
 def rounded(world, name, autocast):

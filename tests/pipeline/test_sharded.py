@@ -14,10 +14,10 @@ from tpfuse import TensorParallel, as_dtensor
 from tpfuse.pipeline import SCHEDULES, schedule
 
 
-def sharded(mesh, name, config=GPT2, *, whole=True, how=None, **options):
+def sharded(mesh, name, config=GPT2, *, whole=True, how=None, over_replicas=False, **options):
     """This rank's stages, made with ``how``: blocks sharded over the replicas, and with ``whole`` the rest too."""
-    model = made(config, tp=TensorParallel(mesh["tp"]), **place(mesh, name), **(how or {}))
-    if mesh["tp"].size() > 1:
+    model = made(config, tp=TensorParallel(mesh["tp"]), **place(mesh, name, over_replicas), **(how or {}))
+    if mesh["tp"].size() > 1 or over_replicas:
         as_dtensor(model, mesh["tp"])
     for block in model.blocks:
         if block is not None:
@@ -49,6 +49,11 @@ def test_every_schedule_gives_one_processs_curve(ranks, layout, name):
 @pytest.mark.parametrize("kind", ["llama", "bert", "mixtral"])
 def test_every_kind_of_model(ranks, kind):
     check(ranks, (2, 2, 1), "zbv", MODELS[kind])
+
+
+@pytest.mark.slow
+def test_experts_over_replicas(ranks):
+    check_curve(ranks, staged, (2, 2, 1), "zbv", MODELS["mixtral"], over_replicas=True)
 
 
 @pytest.mark.slow

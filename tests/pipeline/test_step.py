@@ -38,10 +38,10 @@ from tpfuse.sequence_parallel import records
 from tpfuse.sequence_parallel.forms import plain
 
 
-def staged(mesh, name, config, lora=False, overlap="off", sequence_parallel=False, **options):
+def staged(mesh, name, config, lora=False, overlap="off", sequence_parallel=False, over_replicas=False, **options):
     cp = mesh["cp"] if "cp" in mesh.mesh_dim_names else None
     tp = TensorParallel(mesh["tp"], sequence_parallel=sequence_parallel, overlap=overlap, cp=cp)
-    return adapted(made(config, tp=tp, **place(mesh, name), **options), lora), None
+    return adapted(made(config, tp=tp, **place(mesh, name, over_replicas), **options), lora), None
 
 
 LAYOUTS = [(2, 1, 2), (4, 1, 1), (2, 2, 1), (2, 2, 2)]
@@ -83,6 +83,46 @@ def test_every_kind_of_model(ranks, kind, name):
 def test_experts_over_ranks_of_a_stage(ranks, name, sp):
     """Rows go to the experts of both tensor-parallel ranks of a stage; under zero-bubble gradients of weights wait."""
     check_curve(ranks, staged, (2, 1, 2), name, MODELS["mixtral"], steps=1, sequence_parallel=sp)
+
+
+@pytest.mark.parametrize(
+    "layout, name, options",
+    [
+        ((2, 2, 1), "1f1b", {}),
+        ((2, 2, 2), "zbv", dict(sequence_parallel=True)),
+        ((2, 2, 1), "chimera", {}),
+        ((2, 2, 1), "interleaved", dict(saving="smallest", balance=ExpertBalance("sequence", 0.5, 0.1))),
+        ((2, 2, 1), "zero-bubble", dict(lora=True)),
+    ],
+)
+def test_experts_over_replicas(ranks, layout, name, options):
+    """A replica's rows go to experts of both, stage by stage; nothing is summed again."""
+    check_curve(ranks, staged, layout, name, MODELS["mixtral"], over_replicas=True, **options)
+
+
+def as_a_mean(right, ranks, divisor):
+    return ranks
+
+
+def none(right, model):
+    """They are then summed over the replicas once more."""
+    return set()
+
+
+MISTAKES = {
+    "tpfuse.parallel.TensorParallel.with_divisor": as_a_mean,
+    "tpfuse.pipeline.step.divided_among_replicas": none,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spoilt", MISTAKES)
+def test_other_sums_of_experts_over_replicas_would_show(ranks, spoilt):
+    exact = ranks(1, one_process, MODELS["mixtral"], False, 1, 1)[0]
+    build, layout = functools.partial(staged, over_replicas=True), (2, 2, 1)
+    spoilt = Mistaken(over_stages, spoilt, MISTAKES[spoilt])
+    for curve in ranks(4, spoilt, build, layout, "1f1b", MODELS["mixtral"], {}, 1, 1, exact.first):
+        assert curve.losses == pytest.approx(exact.losses, rel=1e-9) and curve.first > 1e-2
 
 
 @pytest.mark.parametrize(

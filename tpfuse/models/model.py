@@ -129,7 +129,7 @@ class Model(nn.Module):
         self.stages = ModelStages(name, config, stage, head=bool(options.get("lm_head") or options.get("masked_lm")))
 
     def _check_experts(self, stage: Stage | tuple[Any, ...] | None) -> None:
-        """ValueError for experts over replicas in a model that cannot have them."""
+        """Settles what gradients of experts over replicas are; ValueError in a model that cannot have them."""
         name, ranks = type(self).__name__, self.groups.experts.replica_ranks
         if self.groups.experts.replicas == 1:
             return
@@ -139,7 +139,8 @@ class Model(nn.Module):
             f"{name}: experts are divided among replicas {ranks}, got dp={dp}; give dp=mesh['dp'] and"
             " experts=mesh['dp', 'tp'] of one mesh",
         )
-        check(stage is None, f"{name}: experts over replicas are not built for pipeline stages; leave experts off")
+        if stage is not None:  # whose loss is one over all replicas
+            self.groups.experts = self.groups.experts.with_divisor(1)
 
     def _share(self, values: Mapping[str, Any]) -> None:
         """Compares what the model is made of over its ranks and replicas, and keeps it for those of other stages, which

@@ -95,6 +95,10 @@ def _check_trees(model: Any, order: Order) -> None:
         f"{name} sums over the replicas itself; leave off FSDP2, whose order is that of its rings, and MainGrad, which"
         " adds micro-batches one after another",
     )
+    check(
+        model.groups.experts.replicas == 1,
+        f"{name} is not built for experts over replicas, whose gradients each replica adds as its rows come",
+    )
     balance = getattr(model, "balance", None)
     check(balance is None, f"{name} is not built beside balance={balance}, whose parts are added stage by stage")
 

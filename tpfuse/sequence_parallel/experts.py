@@ -14,7 +14,7 @@ stream, and in backward the k + 1 gradients of n.
 
 The experts may be divided among the ranks of several data-parallel replicas, replica by replica: then R is the number
 of all of them, rows are those of all replicas, which may have unequal numbers of them, and the gradients of W1 and W2
-are sums over all rows, divided by the number of replicas as those that replicas average.
+are sums over all rows, divided by ``experts.divisor``: the number of replicas where these average their gradients.
 
 An expert that every row has (shared_expert.py) adds its parts behind the k, and its gradients of n behind the k + 1.
 An adapter's pair A, B beside W1 or W2 is split as the experts are (kernels/experts/low_rank.py).
@@ -166,7 +166,7 @@ class RoutedExperts(Function):
         if second is not None and any(needs_grad[10:]):
             of_pairs[2:] = _pair_gradients(second, sides, experts)
         if grads.out_weight:
-            dw2, _ = grads.run("out_weight", ExpertWeightGrad(sides, w2.dtype, experts.replicas))
+            dw2, _ = grads.run("out_weight", ExpertWeightGrad(sides, w2.dtype, experts.divisor))
         trains_first = any(needs_grad[8:10])
         if grads.weight or trains_first:
             at = routes.rows_here()
@@ -175,7 +175,7 @@ class RoutedExperts(Function):
             if first is not None and trains_first:
                 of_pairs[:2] = _pair_gradients(first, sides, experts)
             if grads.weight:
-                dw1, _ = grads.run("weight", ExpertWeightGrad(sides, w1.dtype, experts.replicas))
+                dw1, _ = grads.run("weight", ExpertWeightGrad(sides, w1.dtype, experts.divisor))
         if valid < m:
             dn[k, valid:] = 0
         dweights, dx = routes.numbers_back(dg), dn[k, :valid]
@@ -205,7 +205,7 @@ def _pair_gradients(pair: LowRank, work: Sides, experts: TensorParallel) -> list
     gradients = []
     for sides, t in zip(pair.sides(work), pair[:2], strict=True):
         total = t.new_zeros(t.shape, dtype=torch.promote_types(t.dtype, acc_dtype(sides.x)))
-        ExpertWeightGrad(sides, total.dtype, experts.replicas).add_to(total)
+        ExpertWeightGrad(sides, total.dtype, experts.divisor).add_to(total)
         gradients.append(total.to(t.dtype))
     return gradients
 
@@ -247,7 +247,7 @@ def routed_experts(
     Each rank of ``tp`` has m rows of its own, m the same on all, of which the first ``valid`` (all) are rows and the
     others padding, whose parts are 0.  fc1_weight [E / R, F, 2, D] and fc2_weight [E / R, D, F] are this rank's experts
     of those of R ranks: of ``tp``, or of ``experts`` over replicas (:meth:`TensorParallel.over_replicas`), where the
-    gradients of both are divided by the number of replicas.  ``activation`` is that of the gate; router_weight [E, D]
+    gradients of both are divided by its ``divisor``.  ``activation`` is that of the gate; router_weight [E, D]
     and router_bias [E] as in ``kernels.route``, the same on every rank, and the weight's gradient is that of this
     rank's rows: sum it, as ``collectives.copy`` does.  ``recompute``: n is not saved, but recomputed in backward.
     ``keep``: rows that arrive from other ranks are saved, not sent again.  Of a shared expert with a gate router_weight

@@ -170,21 +170,21 @@ class GatheredWeightGrad(NamedTuple):
 
 
 class ExpertWeightGrad(NamedTuple):
-    """dW_e = dy_e' x_e / ``replicas`` of every expert here, in ``dtype``; 0 of one without rows.
+    """dW_e = dy_e' x_e / ``divisor`` of every expert here, in ``dtype``; 0 of one without rows.
 
-    The rows are those of all replicas, each of which has a mean over its own as its loss.
+    The rows are those of all replicas; the divisor is their number where each has a mean over its own as its loss.
     """
 
     sides: Sides
     dtype: torch.dtype
-    replicas: int = 1
+    divisor: int = 1
 
     def run(self) -> tuple[Tensor, None]:
         """Returns dW [E / R, N, K], rounded once."""
-        exact = self.replicas & (self.replicas - 1) == 0  # division by a power of two
+        exact = self.divisor & (self.divisor - 1) == 0  # division by a power of two
         if exact or self.dtype == acc_dtype(self.sides.dy):
             dw = experts_wgrad(self.sides, self.dtype)
-            return dw if self.replicas == 1 else dw.div_(self.replicas), None
+            return dw if self.divisor == 1 else dw.div_(self.divisor), None
         dy, x = self.sides.dy, self.sides.x
         total = dy.new_zeros(len(self.sides.offsets) - 1, dy.shape[1], x.shape[1], dtype=acc_dtype(dy))
         self.add_to(total)
@@ -192,12 +192,12 @@ class ExpertWeightGrad(NamedTuple):
 
     def add_to(self, total: Tensor) -> None:
         """Adds dW to ``total`` [E / R, N, K], in its dtype."""
-        if self.replicas == 1:
+        if self.divisor == 1:
             experts_wgrad_add(self.sides, total)
             return
-        total.mul_(self.replicas)  # in place of dW beside it
+        total.mul_(self.divisor)  # in place of dW beside it
         experts_wgrad_add(self.sides, total)
-        total.div_(self.replicas)
+        total.div_(self.divisor)
 
 
 class WeightWork(Protocol):

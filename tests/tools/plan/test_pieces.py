@@ -6,16 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tpfuse.layers import ParallelMoE
 from tpfuse.models import BertConfig, GPTConfig, config_from_hf
 from tpfuse.pipeline.action import KINDS
 from tpfuse.pipeline.placement import Stage
-from tpfuse.tools.ledger import Plan, fake_world
-from tpfuse.tools.ledger.dryrun import planned_model, ranks_of
-from tpfuse.tools.ledger.layer import build, layer_kinds
+from tpfuse.tools.ledger import fake_world
+from tpfuse.tools.ledger.dryrun import planned_model
+from tpfuse.tools.ledger.layer import layer_kinds
 from tpfuse.tools.ledger.stages import run_stage
 from tpfuse.tools.plan.cluster import Cluster, preset
 from tpfuse.tools.plan.devices import Device
-from tpfuse.tools.plan.pieces import LedgerCosts, bare, run_pieces, run_shared_experts
+from tpfuse.tools.plan.pieces import LedgerCosts, bare, run_pieces
 from tpfuse.tools.plan.split import Job, Split
 
 COSTS = LedgerCosts(preset("a100-80gb", 8))
@@ -67,10 +68,12 @@ def job_of(name, seq=128):
 def ran(job, split, layers):
     """The stages of the real model, run at the split's micro-batch."""
     plan = split.plan(job)
-    with fake_world(split.tp, cp=split.cp) as mesh:
+    with fake_world(split.tp, split.expert_replicas, cp=split.cp) as mesh:
         stage = Stage(0, 1, "interleaved", len(layers), layers) if len(layers) > 1 else None
-        options = dict(saving=split.saving, full=split.full, dtype=job.dtype, stage=stage)
-        model = build(job.config, tp=ranks_of(plan, mesh), **options)
+        model = planned_model(job.config, plan, mesh, stage)
+        for layer in model.modules():
+            if isinstance(layer, ParallelMoE) and split.pp == 1:
+                layer.experts = layer.experts.with_divisor(split.expert_replicas)
         for p in model.parameters():
             p.grad = torch.empty_like(p)
         chunks = model.stages.chunks
@@ -106,6 +109,8 @@ CASES = [
     ("gpt2", Split(tp=2, micro_batch=6, schedule="zbv", pp=2), (1, 1, 2)),
     ("mixtral", Split(tp=4, micro_batch=2, schedule="zbv", pp=2), (1, 1, 2)),
     ("mixtral", Split(tp=2, micro_batch=3, saving="smallest"), (2, 2)),
+    ("mixtral", Split(2, 2, micro_batch=3, over_replicas=True), (4,)),
+    ("mixtral", Split(4, 1, micro_batch=2, schedule="zbv", pp=2, over_replicas=True), (1, 1, 2)),
     ("bert", Split(tp=2, micro_batch=4), (1, 2, 1)),
     ("bert", Split(tp=1, micro_batch=3, full=True, schedule="zbv", pp=2), (2, 2)),
     ("llama", Split(tp=4, micro_batch=8, saving="smallest"), (3, 1)),
@@ -124,6 +129,7 @@ def test_pieces_add_up_to_any_stage(name, split, layers):
         for kind in KINDS:
             assert without_underscores(calls[kind]) == without_underscores(Counter(real.passes[kind])), kind
         assert (saved, held, rows) == (real.saved, real.held, real.rows)
+        assert {e.ranks for e in calls["F"] if e.op == "exchange_rows"} <= {split.expert_replicas * split.tp}
 
 
 def by_op(calls):
@@ -140,6 +146,7 @@ MIXED = [
     ({}, Split(tp=4, micro_batch=2, schedule="zbv", pp=2), (1, 1, 2)),
     (dict(norm="rms", branch_norm=True), Split(tp=2, micro_batch=3, saving="smallest"), (3, 1)),
     (dict(parallel_residual=True), Split(tp=2, micro_batch=3, full=True), (4,)),
+    ({}, Split(4, 2, micro_batch=2, full=True, over_replicas=True), (2, 2)),
 ]
 
 
@@ -153,34 +160,6 @@ def test_pieces_of_mlps_and_experts_add_up_op_by_op(change, split, layers):
         for kind in KINDS:
             assert by_op(calls[kind]) == by_op(Counter(real.passes[kind])), kind
         assert (saved, held, rows) == (real.saved, real.held, real.rows)
-
-
-@pytest.mark.parametrize("name", ["mixtral", "mixed"])
-@pytest.mark.parametrize("split", [
-    Split(2, 2, micro_batch=3), Split(4, 1, micro_batch=2, saving="smallest"), Split(4, 2, full=True),
-])  # fmt: skip
-def test_pieces_of_experts_over_replicas_are_the_models(name, split):
-    """Without stages: calls, messages with their number of ranks, and bytes."""
-    job, split = job_of(name), split._replace(over_replicas=True)
-    plan = Plan(
-        split.tp, split.dp, job.seq, split.micro_batch, saving=split.saving, full=split.full, over_replicas=True
-    )
-    with fake_world(split.tp, split.dp) as mesh:
-        model = planned_model(job.config, plan, mesh)
-        for p in model.parameters():
-            p.grad = torch.empty_like(p)
-        real = run_stage(model, model.stages.chunks[0], plan, split=False)
-    alone, shared = run_pieces(job, split), run_shared_experts(job, split)
-    blocks = [shared[kind].calls if kind in shared else alone.blocks[kind] for kind in layer_kinds(job.config)]
-    pieces = [alone.embedding, *blocks, alone.head]
-    for kind in "FB":
-        calls = Counter()
-        for piece in pieces:
-            calls.update(piece.passes[kind])
-        assert by_op(calls) == by_op(Counter(real.passes[kind]))
-        assert {e.ranks for e in calls if e.op == "exchange_rows"} == {split.dp * split.tp}
-    assert sum(piece.saved for piece in pieces) == real.saved
-    assert sum(blocks.count(each.calls) for each in shared.values()) in (2, 4)
 
 
 def test_costs_are_cached_and_follow_the_device():

@@ -68,13 +68,13 @@ def test_no_plan_splits_experts_over_more_ranks_than_there_are():
     few = dict(micro_batch=1, saving="fastest", full=False, schedule="1f1b")
     plans = best_plans(job, preset("a100-80gb", 4), fixed=few, keep=100)
     assert {step.split.tp for step in plans.steps} == {1, 2}
-    assert not any(step.split.over_replicas for step in plans.steps)  # over all four
+    assert all(step.split.dp * step.split.tp == 2 for step in plans.steps if step.split.over_replicas)  # none over four
     dense = job._replace(config=GPTConfig(**sizes))
     assert {s.split.tp for s in best_plans(dense, preset("a100-80gb", 4), fixed=few, keep=100).steps} == {1, 2, 4}
 
 
 def test_the_choice_of_experts_ranks_is_in_the_plan(capsys, tmp_path):
-    """Of the model's experts over tp or over dp x tp: in the table, in JSON and by hand; stages have none over dp."""
+    """Of the model's experts over tp or over dp x tp: in the table, in JSON and by hand."""
     sizes = dict(vocab_size=96, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
     sizes |= dict(intermediate_size=128, moe_intermediate_size=96, num_experts=4, num_experts_per_tok=2)
     config = PRESETS["qwen3-30b-a3b"] | sizes | dict(mlp_only_layers=[0], head_dim=16)
@@ -88,8 +88,8 @@ def test_the_choice_of_experts_ranks_is_in_the_plan(capsys, tmp_path):
     by_choice = {p["over_replicas"]: p["memory"][0]["state"] for p in plans}
     assert by_choice[True] < by_choice[False]
     assert main([*argv, f"{few},over_replicas=yes"]) == 0
-    assert main([*argv, "pp=2,over_replicas=yes"]) == 2
-    assert "no split of 2 devices with pp=2, over_replicas=True has" in capsys.readouterr().err
+    assert main([*argv, "cp=2,over_replicas=yes"]) == 2
+    assert "no split of 2 devices with cp=2, over_replicas=True has" in capsys.readouterr().err
 
 
 def test_how_many_devices_would_do(capsys):

@@ -30,11 +30,12 @@ ONE = (1, 1, 1), None
 class Staged:
     """A model over ``layout``, (pp, dp, tp), and what trains it by the schedule ``name``; None: a whole model."""
 
-    def __init__(self, world, layout, name, config=GPT2, lora=False, **options):
+    def __init__(self, world, layout, name, config=GPT2, lora=False, over_replicas=False, **options):
         self.mesh, self.name = world.stages(*layout), name
         pp, self.dp = self.mesh["pp"], self.mesh["dp"]
         options |= {} if name is None else dict(stage=(pp.get_local_rank(), pp.size(), name))
         options |= dict(dp=self.dp) if self.dp.size() > 1 else {}
+        options |= dict(experts=self.mesh["dp", "tp"]) if over_replicas else {}
         with default_dtype(torch.float64):
             self.model = made(config, tp=TensorParallel(self.mesh["tp"]), **options)
             if lora:
@@ -168,6 +169,14 @@ def test_every_kind_of_model(ranks, trained, written, kind):
     """Tensor-parallel slices of stages read by other stages, of one of two chains each."""
     options = dict(lora=True) if kind == "adapters" else dict(config=MODELS[kind])
     check_resumed(ranks, trained, written, ((2, 1, 2), "chimera"), ((4, 1, 1), "interleaved"), **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "before, after", [(((2, 2, 2), "zbv"), ((2, 2, 1), "1f1b")), (((2, 2, 1), "1f1b"), ((2, 2, 1), "1f1b"))]
+)
+def test_experts_over_replicas(ranks, trained, written, before, after):
+    check_resumed(ranks, trained, written, before, after, config=MODELS["mixtral"], over_replicas=True)
 
 
 def forgetful(world, *args):

@@ -22,6 +22,7 @@ from ...layers.shards import named_specs
 from ...models.config.model import ModelConfig
 from ...models.model import Model
 from ...parallel import TensorParallel
+from ...pipeline.placement import Stage
 from ...sequence_parallel.assumed import assumed_imbalance
 from ...sequence_parallel.context import HeadSplit
 from ...training.data_parallel import BUCKETS, bucket_count
@@ -173,16 +174,23 @@ def run(config: ModelConfig, plan: Plan) -> DryRun:
         return DryRun(config, plan, held_by(model, plan), *_work(model, plan))
 
 
-def planned_model(config: ModelConfig, plan: Plan, mesh: DeviceMesh) -> Model:
-    """Returns the model of a plan, on the meta device."""
+def planned_model(config: ModelConfig, plan: Plan, mesh: DeviceMesh, stage: Stage | None = None) -> Model:
+    """Returns the model of a plan, or a rank's stages, on the meta device."""
+    check_experts(config, plan)
+    tp = ranks_of(plan, mesh)
+    experts = expert_ranks_of(mesh, tp) if plan.expert_replicas > 1 else None
+    return build(
+        config, tp=tp, dp=mesh["dp"], experts=experts, saving=plan.saving, full=plan.full, dtype=plan.dtype, stage=stage
+    )
+
+
+def check_experts(config: ModelConfig, plan: Plan) -> None:
+    """Raises ValueError where a plan's ranks cannot have a model's experts, or an imbalance of them."""
     check_imbalance("dry run", config, plan.imbalance, plan.tp, replicas=plan.expert_replicas)
     check(
         plan.cp == 1 or not plan.over_replicas,
         f"dry run: experts over replicas are not built for cp=, got cp={plan.cp}; leave one of them off",
     )
-    tp = ranks_of(plan, mesh)
-    experts = expert_ranks_of(mesh, tp) if plan.expert_replicas > 1 else None
-    return build(config, tp=tp, dp=mesh["dp"], experts=experts, saving=plan.saving, full=plan.full, dtype=plan.dtype)
 
 
 def ranks_of(plan: Plan, mesh: DeviceMesh, *, overlap: str = "auto") -> TensorParallel:

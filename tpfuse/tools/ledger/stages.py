@@ -13,18 +13,17 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ...kernels.runtime.deferred import WeightGradients
-from ...kernels.runtime.errors import check
+from ...layers.shards import named_specs
 from ...models.config.model import ModelConfig
 from ...models.model import Model
 from ...pipeline.action import BACKWARD, FORWARD, INPUT, WEIGHT, Action
 from ...pipeline.placement import Chunk, Stage
 from ...pipeline.schedules import EVERY, Order, begun, order
 from ...sequence_parallel.assumed import assumed_imbalance
-from .dryrun import Plan, axis_of, fake_world, ranks_of
-from .layer import build, token_ids
+from .dryrun import Plan, axis_of, check_experts, fake_world, planned_model
+from .layer import token_ids
 from .memory import StateBytes, saved_bytes, state_bytes
 from .recorder import Entry, Ledger, Row, add_up
-from .shapes import check_imbalance
 from .text import progress, quantity, table
 
 Counts = dict[tuple[str, str, str], Row]  # by op, kind and the axis of a message
@@ -82,7 +81,8 @@ class RankRun(NamedTuple):
     """A dry run's results, of one rank of a pipeline; without a flush of a step amid others.
 
     ``state``: with the weights and gradients of every version that the schedule keeps.
-    ``copied``: the bytes of gradients that the opposite rank has a copy of; ``gradients``: of how many parameters.
+    ``copied``: gradients that the opposite rank has copies of; ``summed``: those that are summed over the replicas, all
+    but of experts over replicas; how many, and their bytes.
     """
 
     rank: int
@@ -91,7 +91,7 @@ class RankRun(NamedTuple):
     stages: Mapping[tuple[int, int], StageWork]  # by chain and stage
     parameters: int
     state: StateBytes
-    gradients: int
+    summed: tuple[int, int]
     copied: tuple[int, int]
     loss_bytes: int
 
@@ -141,9 +141,7 @@ class RankRun(NamedTuple):
             messages.append(RankMessage("pp", "send (gradients of copies)", *self.copied))
         messages.append(RankMessage("pp", "all_reduce (losses)", 1, self.loss_bytes))
         if self.plan.dp > 1:
-            messages.append(
-                RankMessage("dp", "all_reduce (gradients)", self.gradients, self.state.gradients // self.order.versions)
-            )
+            messages.append(RankMessage("dp", "all_reduce (gradients)", *self.summed))
             messages.append(RankMessage("dp", "all_reduce (losses, labels)", 2, self.loss_bytes + 8))
         sent = [(axis, f"{op} ({kind})", row) for (kind, op, _, axis), row in self.step.items() if row.wire]
         return messages + [RankMessage(axis, op, row.calls, row.wire) for axis, op, row in sent]
@@ -158,11 +156,10 @@ class RankRun(NamedTuple):
 def run(config: ModelConfig, plan: Plan, pipe: Pipe) -> list[RankRun]:
     """Runs each rank of a pipeline, whose micro-batches are ``plan.micro_batch`` sequences.
 
-    ValueError, as at run time, for numbers that a schedule cannot do, sizes that cannot be split and experts over
-    replicas, and for an imbalance that the ranks cannot have.
+    ValueError, as at run time, for numbers that a schedule cannot do and sizes that cannot be split, and for an
+    imbalance that the ranks cannot have.
     """
-    check(not plan.over_replicas, "dry run: experts over replicas are not built for pipeline stages")
-    check_imbalance("dry run", config, plan.imbalance, plan.tp)
+    check_experts(config, plan)
     ranks = list(range(pipe.ranks))
     return [_rank(config, plan, pipe, rank) for rank in progress(ranks, "dry run: rank", long=config.num_layers > 16)]
 
@@ -171,15 +168,13 @@ def _rank(config: ModelConfig, plan: Plan, pipe: Pipe, rank: int) -> RankRun:
     schedule = EVERY.get(pipe.schedule)
     actions = order(pipe.schedule, pipe.ranks, pipe.micro_batches, chunks=pipe.chunks)
     with fake_world(plan.tp, plan.dp, pipe.ranks, rank, cp=plan.cp) as mesh:
-        tp = ranks_of(plan, mesh)
         stage = Stage(rank, pipe.ranks, pipe.schedule, pipe.chunks)
-        dp = mesh["dp"] if plan.dp > 1 else None
-        model = build(config, tp=tp, dp=dp, saving=plan.saving, full=plan.full, dtype=plan.dtype, stage=stage)
+        model = planned_model(config, plan, mesh, stage)
         split = schedule is not None and schedule.split
         stages = {(c.chain, c.stage): _stage(model, c, plan, split=split) for c in model.stages.chunks}
-        copied = [
-            p.numel() * p.element_size() for name, p in model.named_parameters() if model.stages.copies_of(name) == 2
-        ]
+        placed = list(zip(named_specs(model), model.parameters(), strict=True))
+        copied = [p.nbytes for (name, *_), p in placed if model.stages.copies_of(name) == 2]
+        summed = [p.nbytes for (*_, ranks), p in placed if ranks.replicas == 1]
         versions, state = actions.versions, state_bytes(model, optimizer=plan.optimizer)
         return RankRun(
             rank,
@@ -188,7 +183,7 @@ def _rank(config: ModelConfig, plan: Plan, pipe: Pipe, rank: int) -> RankRun:
             stages,
             parameters=sum(p.numel() for p in model.parameters()),
             state=state._replace(parameters=versions * state.parameters, gradients=versions * state.gradients),
-            gradients=len(list(model.parameters())),
+            summed=(len(summed), sum(summed)),
             copied=(len(copied), sum(copied)),
             loss_bytes=pipe.micro_batches * max(4, plan.dtype.itemsize),
         )

@@ -14,9 +14,6 @@ model has several, the pieces add up op by op, since the last call of a stage is
 micro-batch size is run separately, because not all calls are linear in the rows: a norm's partial sums stop growing
 where all multiprocessors are busy, an embedding's are cut by the root of the rows.  Each call takes the device's
 seconds for it.  Parameters have gradients already, to which each micro-batch but a step's first adds.
-
-Models whose experts are divided among replicas have no stages: of these, blocks with experts are a whole model of two
-less that of one, and the other pieces are those of one replica.
 """
 
 import contextlib
@@ -31,17 +28,16 @@ from torch import nn
 
 from ...kernels.runtime.errors import check
 from ...kernels.runtime.launch import pretending
-from ...layers.shapes import MoEShape
+from ...layers.moe import ParallelMoE
 from ...layers.shards import named_specs
 from ...models.config.model import ModelConfig
 from ...models.model import Model
-from ...parallel import TensorParallel
 from ...pipeline.action import KINDS
 from ...pipeline.placement import Chunk, Stage
 from ...pipeline.schedules import SCHEDULES, placement
 from ..ledger.aten import COMMUNICATION
-from ..ledger.dryrun import Plan, fake_world, planned_model, ranks_of
-from ..ledger.layer import LayerKind, build, layer_kinds, with_layers
+from ..ledger.dryrun import Plan, fake_world, planned_model
+from ..ledger.layer import LayerKind, layer_kinds, with_layers
 from ..ledger.recorder import Entry
 from ..ledger.stages import StageRun, run_stage
 from .cluster import Cluster
@@ -76,20 +72,13 @@ class PieceRuns(NamedTuple):
 ShapeCounts = Counter[tuple[int, int]]  # (rows, elements of a row) -> number of parameters of that size
 
 
-class SharedExperts(NamedTuple):
-    """A block whose experts are divided among replicas: its calls, its other parameters, and the elements of the
-    experts on a rank."""
-
-    calls: PieceCalls
-    shapes: ShapeCounts
-    elements: int
-
-
 class PieceShapes(NamedTuple):
-    """Parameters of a rank's pieces; ``shared``: those of the head that the embedding on the same rank has too."""
+    """Parameters of a rank's pieces, without experts that are divided among replicas, of whose elements a block has
+    ``experts``.  ``shared``: those of the head that the embedding on the same rank has too."""
 
     embedding: ShapeCounts
     blocks: Mapping[LayerKind, ShapeCounts]
+    experts: Mapping[LayerKind, int]
     head: ShapeCounts
     border: ShapeCounts
     shared: ShapeCounts
@@ -108,25 +97,23 @@ class LedgerCosts:
         self._pieces: dict[tuple[Any, ...], Pieces] = {}
         self._tied: dict[tuple[Any, ...], Pieces] = {}
         self._runs: dict[tuple[Any, ...], PieceRuns] = {}
-        self._over_replicas: dict[tuple[Any, ...], Mapping[LayerKind, SharedExperts]] = {}
 
     def with_cluster(self, cluster: Cluster) -> "LedgerCosts":
         """Returns the costs on other links between the same devices, which share all dry runs."""
         costs = LedgerCosts(cluster)
-        costs._runs, costs._shapes, costs._over_replicas = self._runs, self._shapes, self._over_replicas
+        costs._runs, costs._shapes = self._runs, self._shapes
         return costs
 
     def __call__(self, job: Job, split: Split) -> Pieces:
-        if split.over_replicas:
-            return self._with_shared_experts(job, split)
         chains = placement(split.schedule, split.pp, split.chunks)
         stages, layers = len(chains[0]), job.config.num_layers
         check(stages <= layers, f"plan: {layers} layers cannot be cut into {stages} stages")
-        model = job.config, job.dtype, split.tp
-        sizes = *model, split.cp, split.cp_kind, job.seq, split.micro_batch
+        model = job.config, job.dtype, split.tp, split.expert_replicas
+        averaged = split.over_replicas and split.pp == 1
+        sizes = *model, averaged, split.cp, split.cp_kind, job.seq, split.micro_batch
         key = *sizes, split.saving, split.full, SCHEDULES[split.schedule].split
         if model not in self._shapes:
-            self._shapes[model] = piece_shapes(job, split.tp)
+            self._shapes[model] = piece_shapes(job, split)
         shapes = self._shapes[model]
         if key not in self._pieces:
             if key not in self._runs:
@@ -146,31 +133,11 @@ class LedgerCosts:
         arch = self.cluster.device.arch
         return pretending(arch) if arch else contextlib.nullcontext()
 
-    def _with_shared_experts(self, job: Job, split: Split) -> Pieces:
-        """Returns the pieces of a split without, but for blocks with experts."""
-        check(
-            split.pp == 1 and split.cp == 1, "plan: experts over replicas are not built for pipeline stages or for cp"
-        )
-        pieces = self(job, split._replace(over_replicas=False))
-        key = job.config, job.dtype, job.seq, split.dp, split.tp, split.micro_batch, split.saving, split.full
-        if key not in self._over_replicas:
-            with self._launching():
-                self._over_replicas[key] = run_shared_experts(job, split)
-        blocks = {
-            kind: self._piece(job, split, calls, shapes)._replace(parameters=_elements(shapes) + n, experts=n)
-            for kind, (calls, shapes, n) in self._over_replicas[key].items()
-        }
-        kinds = zip(layer_kinds(job.config), pieces.blocks, strict=True)
-        # Whole models ran: blocks have what is alive in embedding and head too, without the experts of other replicas.
-        return pieces._replace(
-            embedding=pieces.embedding._replace(transient=0),
-            blocks=tuple(blocks.get(kind, block) for kind, block in kinds),
-            head=pieces.head._replace(transient=0),
-        )
-
     def _priced(self, job: Job, split: Split, runs: PieceRuns, shapes: PieceShapes) -> Pieces:
         piece = functools.partial(self._piece, job, split)
-        blocks = {kind: piece(calls, shapes.blocks[kind]) for kind, calls in runs.blocks.items()}
+        blocks = {
+            kind: piece(calls, shapes.blocks[kind], experts=shapes.experts[kind]) for kind, calls in runs.blocks.items()
+        }
         return Pieces(
             piece(runs.embedding, shapes.embedding),
             tuple(blocks[kind] for kind in layer_kinds(job.config)),
@@ -179,10 +146,12 @@ class LedgerCosts:
             border=piece(runs.border, shapes.border),
         )
 
-    def _piece(self, job: Job, split: Split, calls: PieceCalls, sizes: ShapeCounts) -> PieceCost:
+    def _piece(self, job: Job, split: Split, calls: PieceCalls, sizes: ShapeCounts, *, experts: int = 0) -> PieceCost:
         passes = {kind: self._seconds(calls.passes[kind], job.dtype, split) for kind in KINDS}
-        elements = _elements(sizes)
-        return PieceCost(passes, calls.saved, calls.held, calls.transient, parameters=elements, sizes=sizes)
+        return PieceCost(
+            passes, calls.saved, calls.held, calls.transient, parameters=_elements(sizes) + experts, experts=experts,
+            sizes=sizes,
+        )  # fmt: skip
 
     def _seconds(self, calls: Mapping[Entry, int], dtype: torch.dtype, split: Split) -> dict[str, float]:
         """Returns the seconds of a pass by PARTS; of a message that a fused op sends while it computes, only what
@@ -217,10 +186,18 @@ def _tied(pieces: Pieces, shapes: PieceShapes, *, size: int) -> Pieces:
 
 def run_pieces(job: Job, split: Split) -> PieceRuns:
     """Runs the stages of a job at a split's micro-batch, and takes them apart."""
-    kinds = layer_kinds(job.config)
-    with fake_world(split.tp, cp=split.cp) as mesh:
-        tp = ranks_of(split.plan(job), mesh)
-        runs = {kind: _stages(_alike(job.config, kind, sum(_LAYERS)), job, split, tp) for kind in dict.fromkeys(kinds)}
+    kinds, stages, plan = layer_kinds(job.config), len(_LAYERS), split.plan(job)
+    as_chunks = Stage(0, 1, "interleaved", chunks=stages, layers=_LAYERS)
+
+    def run(kind: LayerKind) -> list[StageRun]:
+        model = planned_model(_alike(job.config, kind, sum(_LAYERS)), plan, mesh, as_chunks)
+        for layer in model.modules():
+            if isinstance(layer, ParallelMoE) and split.pp == 1:  # whose replicas average gradients
+                layer.experts = layer.experts.with_divisor(layer.experts.replicas)
+        return [_stage(model, chunk, plan, split=SCHEDULES[split.schedule].split) for chunk in model.stages.chunks]
+
+    with fake_world(split.tp, split.expert_replicas, cp=split.cp) as mesh:
+        runs = {kind: run(kind) for kind in dict.fromkeys(kinds)}
     calls = {kind: [_calls(run) for run in stages] for kind, stages in runs.items()}
     blocks = {kind: _sum((-1, stages[_MIDDLE]), (1, stages[_TWO])) for kind, stages in calls.items()}
     first, last = kinds[0], kinds[-1]
@@ -234,41 +211,36 @@ def run_pieces(job: Job, split: Split) -> PieceRuns:
     )
 
 
-def run_shared_experts(job: Job, split: Split) -> Mapping[LayerKind, SharedExperts]:
-    """Runs whole models of one block with experts and of two, whose experts are divided among replicas: without
-    stages, which such models cannot have."""
-    blocks, plan = {}, split.plan(job)
-    with fake_world(split.tp, split.dp) as mesh:
-        for kind in dict.fromkeys(layer_kinds(job.config)):
-            if isinstance(kind[1], MoEShape):
-                one, two = (planned_model(_alike(job.config, kind, layers), plan, mesh) for layers in (1, 2))
-                runs = (_calls(_stage(model, model.stages.chunks[0], plan)) for model in (one, two))
-                specs = zip(named_specs(one.blocks[0]), one.blocks[0].parameters(), strict=True)
-                divided = {p for (*_, tp), p in specs if tp.replicas > 1}
-                others = _shapes(p for p in one.blocks[0].parameters() if p not in divided)
-                blocks[kind] = SharedExperts(_sum(*zip((-1, 1), runs)), others, sum(p.numel() for p in divided))
-    return blocks
-
-
-def piece_shapes(job: Job, tp: int) -> PieceShapes:
+def piece_shapes(job: Job, split: Split) -> PieceShapes:
     """Counts the parameters of a rank's pieces, by their sizes."""
-    with fake_world(tp) as mesh:
-        make = functools.partial(
-            build, tp=TensorParallel(mesh["tp"], sequence_parallel=True), saving="fastest", dtype=job.dtype
-        )
+    kinds, plan = layer_kinds(job.config), split.plan(job)._replace(cp=1)  # which has all weights too
+    with fake_world(split.tp, split.expert_replicas) as mesh:
         stages = [None, *(Stage(r, 3, layers=(1, 1, 1)) for r in range(3))]
-        unsplit, *models = (_shapes(make(with_layers(job.config, 3), stage=s).parameters()) for s in stages)
-        blocks = {
-            kind: _shapes(make(_alike(job.config, kind, 1)).blocks[0].parameters())
-            for kind in dict.fromkeys(layer_kinds(job.config))
-        }
+        models = (planned_model(with_layers(job.config, 3), plan, mesh, stage) for stage in stages)
+        unsplit, *ends = (_shapes(_not_divided(model)) for model in models)
+        of_kind = {kind: planned_model(_alike(job.config, kind, 1), plan, mesh).blocks[0] for kind in kinds}
+    blocks = {kind: _shapes(_not_divided(block)) for kind, block in of_kind.items()}
+    experts = {kind: sum(p.numel() for p in block.parameters()) for kind, block in of_kind.items()}
     block = next(iter(blocks.values()))
-    embedding, border, end = (_less(shapes, block) for shapes in models)
+    embedding, border, end = (_less(shapes, block) for shapes in ends)
     head = _less(end, border)
     untied = Counter(embedding)
     untied.update(head)
     untied.update({size: 3 * count for size, count in block.items()})
-    return PieceShapes(embedding, blocks, head, border, shared=_less(untied, unsplit))
+    return PieceShapes(
+        embedding,
+        blocks,
+        {kind: count - _elements(blocks[kind]) for kind, count in experts.items()},
+        head,
+        border,
+        shared=_less(untied, unsplit),
+    )
+
+
+def _not_divided(module: nn.Module) -> list[nn.Parameter]:
+    """Returns the parameters of which every replica holds the same."""
+    specs = zip(named_specs(module), module.parameters(), strict=True)
+    return [p for (*_, ranks), p in specs if ranks.replicas == 1]
 
 
 def _shapes(parameters: Iterable[nn.Parameter]) -> ShapeCounts:
@@ -291,15 +263,7 @@ def _alike(config: ModelConfig, kind: LayerKind, layers: int) -> ModelConfig:
     return with_layers(config, layers, like=layer_kinds(config).index(kind))
 
 
-def _stages(config: ModelConfig, job: Job, split: Split, tp: TensorParallel) -> list[StageRun]:
-    """Runs all stages, as chunks of one model."""
-    stage = Stage(0, 1, "interleaved", chunks=len(_LAYERS), layers=_LAYERS)
-    model = build(config, tp=tp, saving=split.saving, full=split.full, dtype=job.dtype, stage=stage)
-    two_passes = SCHEDULES[split.schedule].split
-    return [_stage(model, chunk, split.plan(job), split=two_passes) for chunk in model.stages.chunks]
-
-
-def _stage(model: Model, chunk: Chunk, plan: Plan, *, split: bool = False) -> StageRun:
+def _stage(model: Model, chunk: Chunk, plan: Plan, *, split: bool) -> StageRun:
     """Runs a micro-batch through a stage, whose parameters have gradients already."""
     for p in model.parameters():
         p.grad = torch.empty_like(p)

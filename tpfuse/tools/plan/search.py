@@ -146,12 +146,10 @@ def _sized(job: Job, devices: int, fixed: Fixed) -> Iterator[Split]:
 
 
 def _can_be_over_replicas(job: Job, split: Split) -> bool:
-    """Returns whether a model can divide experts among the ranks of all replicas: not over pipeline stages, nor with
-    pieces of sequences."""
+    """Returns whether a model can divide experts among the ranks of all replicas: not with pieces of sequences."""
     shapes = Shape.kinds(job.config)
     counts = [s.experts.num_experts for s in shapes if s.experts is not None]
-    alone = split.pp == split.cp == 1
-    return alone and bool(counts) and all(n % (split.dp * split.tp) == 0 for n in counts)
+    return split.cp == 1 and bool(counts) and all(n % (split.dp * split.tp) == 0 for n in counts)
 
 
 def _pipelines(split: Split, count: int, layers: int, chunks_fixed: int | None) -> Iterator[Split]:

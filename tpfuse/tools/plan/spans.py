@@ -204,8 +204,7 @@ class SpanCache:
         # Without a pipeline, and under some schedules, both ends are on one rank, which holds a tied embedding once.
         schedule = SCHEDULES[split.schedule]
         tied = split.pp == 1 or schedule.v or schedule.chains > 1
-        replicas = split.dp if split.over_replicas else 1
-        sizes = split.tp, split.cp, split.cp_kind, replicas, split.micro_batch
+        sizes = split.tp, split.cp, split.cp_kind, split.expert_replicas, split.micro_batch
         key = *sizes, split.saving, split.full, schedule.split, tied, split.pp == 1
         if key not in self._spans:
             try:

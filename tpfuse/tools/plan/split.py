@@ -55,6 +55,11 @@ class Split(NamedTuple):
         return self.dp * self.cp if self.sharded else 1
 
     @property
+    def expert_replicas(self) -> int:
+        """How many replicas divide the experts among their ranks."""
+        return self.dp if self.over_replicas else 1
+
+    @property
     def stages(self) -> int:
         return self.pp * self.chunks
 
