@@ -285,7 +285,7 @@ def test_peak_is_of_activations_alone():
 @pytest.mark.slow
 def test_sweep_from_one_rank_to_4096():
     points = sweep(load_config("gpt-530b"), Plan(seq=2048), [1, 8, 64], [1, 64, 4096])
-    assert [(p.plan.tp, p.ranks) for p in points] == [
+    assert [(p.plan.tp, p.plan.ranks) for p in points] == [
         (1, 1),
         (1, 64),
         (1, 4096),
@@ -294,7 +294,7 @@ def test_sweep_from_one_rank_to_4096():
         (64, 64),
         (64, 4096),
     ]
-    by_tp = {p.plan.tp: p for p in points if p.ranks == 4096}
+    by_tp = {p.plan.tp: p for p in points if p.plan.ranks == 4096}
     assert by_tp[1].work.wire == 0 < by_tp[8].work.wire < by_tp[64].work.wire
     assert by_tp[64].held.parameters * 64 == pytest.approx(by_tp[1].held.parameters, rel=0.02)
     assert by_tp[64].work.saved * 64 == pytest.approx(by_tp[1].work.saved, rel=0.05)
