@@ -124,6 +124,12 @@ def parse() -> argparse.Namespace:
         help="of the gradients' sum over the replicas, send this share alone (tpfuse.OkTopk; 0.01 is one in a hundred)",
     )
     add("--ok-topk-warmup", type=common.positive, metavar="N", help="steps over which the share falls from 1 to that")
+    add(
+        "--delayed",
+        action="store_true",
+        default=None,
+        help="apply each step's gradients one step late, as --schedule 2bw does, which sets this",
+    )
     add = parser.add_argument_group(
         "how it is split and run (none of it changes what is learnt, but for rounding)"
     ).add_argument
@@ -131,7 +137,7 @@ def parse() -> argparse.Namespace:
     add("--dp", type=common.positive, default=1, metavar="N", help="replicas; pp x dp x cp x tp processes in all")
     add("--cp", type=common.positive, default=1, metavar="N", help="context-parallel processes: pieces of a sequence")
     add("--pp", type=common.positive, default=1, metavar="N", help="pipeline ranks, which share the layers")
-    add("--schedule", choices=SCHEDULES, help="of the pipeline, with --pp (default: 1f1b)")
+    add("--schedule", choices=[*SCHEDULES, "2bw"], help="of the pipeline, with --pp (default: 1f1b)")
     add(
         "--plan",
         type=Path,
@@ -242,8 +248,12 @@ def parse() -> argparse.Namespace:
     if args.pp == 1 and (args.schedule or args.stage_layers):
         parser.error(f"{'--schedule' if args.schedule else '--stage-layers'} is of a pipeline: give --pp 2 or more")
     args.schedule = args.schedule or "1f1b"
-    if args.pp > 1 and args.compile and SCHEDULES[args.schedule].split:
-        parser.error(f"--schedule {args.schedule} splits the backward pass, which --compile does not")
+    args.delayed = args.delayed or (True if args.schedule == "2bw" else None)
+    if args.delayed and args.main_grad:
+        parser.error("--delayed: --main-grad adds to gradients that wait; leave it off")
+    if args.pp > 1 and args.compile and (args.schedule == "2bw" or SCHEDULES[args.schedule].split):
+        does = "keeps two versions of the weights" if args.schedule == "2bw" else "splits the backward pass"
+        parser.error(f"--schedule {args.schedule} {does}, which --compile does not")
     for name, value in (("--max-mb", args.max_mb), ("--lr", args.lr), ("--temperature", args.temperature)):
         if not 0 < value < math.inf:
             parser.error(f"{name} must be a positive number, got {value}")

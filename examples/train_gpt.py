@@ -6,6 +6,7 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py --dp 2 --pack   # paragraphs, packed, balanced over the replicas
     torchrun --nproc-per-node 4 examples/train_gpt.py --dp 4 --ok-topk 0.01   # a hundredth of the gradients is sent
     torchrun --nproc-per-node 4 examples/train_gpt.py --pp 2 --schedule zbv --batch 8 --micro-batches 8 --layers 8
+    torchrun --nproc-per-node 4 examples/train_gpt.py --pp 4 --schedule 2bw --batch 8 --micro-batches 8 --layers 4
     torchrun --nproc-per-node 4 examples/train_gpt.py --plan plan.json --batch 8   # of python -m tpfuse plan --json
     torchrun --nproc-per-node 2 examples/train_gpt.py --cp 2 --seq 1024   # half of each sequence on each process
     torchrun --nproc-per-node 2 examples/train_gpt.py --bitwise 4     # the same bits at --tp 1, 2 and 4
@@ -65,14 +66,18 @@ class Setup(NamedTuple):
     pipeline: tpfuse.pipeline.Pipeline | None  # with --pp
     main: tpfuse.MainGrad | None  # with --main-grad, in DDP's place
     hook: tpfuse.OkTopk | None  # with --ok-topk, of DDP
+    delayed: tpfuse.DelayedGradients | None  # with --delayed, but where the pipeline delays them
     optimizer: torch.optim.Optimizer
 
     def autocast(self):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
 
 
-def forward_backward(setup: Setup, step: int) -> float:
-    """Gradients of the mean loss over the step's global batch -> a number whose mean over processes is that loss."""
+def forward_backward(setup: Setup, step: int) -> float | None:
+    """Gradients of the mean loss over the step's global batch -> a number whose mean over processes is that loss.
+
+    Under --schedule 2bw both are of the batch before; None in the first step.
+    """
     labels = setup.batches.labels(step)
     if setup.pipeline is None:
         loss = micro_batches(
@@ -80,10 +85,28 @@ def forward_backward(setup: Setup, step: int) -> float:
         )  # over which gradients are averaged
     else:
         with setup.autocast():
-            loss = setup.pipeline.step(**setup.batches.merged(step), loss_normalizer=labels, step=step).item()
+            late = setup.pipeline.step(**setup.batches.merged(step), loss_normalizer=labels, step=step)
+            loss = None if late is None else late.item()
     if setup.main is not None:
         setup.main.reduce()
     return loss
+
+
+def gradients(setup: Setup, step: int) -> float | None:
+    """What :func:`forward_backward` does; with --delayed of the step before, None in the first one."""
+    loss = forward_backward(setup, step)
+    if setup.delayed is None:
+        return loss
+    late = setup.delayed.swap(torch.tensor(loss, dtype=torch.float64))
+    return None if late is None else late.item()
+
+
+def update(setup: Setup) -> torch.Tensor:
+    """Updates the weights by the gradients, whose norm before clipping it returns."""
+    norm = tpfuse.clip_grad_norm_(setup.model, 1.0)
+    setup.optimizer.step()
+    setup.optimizer.zero_grad()
+    return norm
 
 
 def micro_batches(setup: Setup, step: int, normalizer: float) -> float:
@@ -133,7 +156,7 @@ def validate(setup: Setup) -> float:
 
 # What a run must share with the checkpoint it goes on from, for the rest of it to be the same run.
 FIXED = "family", "width", "layers", "heads", "seq", "batch", "pack", "seed", "steps", "lr", "dropout"
-FIXED += "ok_topk", "ok_topk_warmup", "bitwise", "tree_of"
+FIXED += "ok_topk", "ok_topk_warmup", "bitwise", "tree_of", "delayed"
 
 
 def resume(setup: Setup, checkpoints: Path) -> int:
@@ -145,7 +168,7 @@ def resume(setup: Setup, checkpoints: Path) -> int:
         for warning in warned:
             warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
     except ValueError as error:
-        flags = "--family, --size, --width, --layers, --heads, --untied and --seq"
+        flags = "--family, --size, --width, --layers, --heads, --untied, --seq and --delayed"
         raise ValueError(f"{error}; a run goes on with its own {flags}") from None
     if loaded is None:
         common.say(f"no checkpoint in {checkpoints}: starting at step 0")
@@ -196,12 +219,13 @@ def train(setup: Setup, start: int, log: Log | None, best: Best) -> int:
             lr = learning_rate(args, step)
             for group in setup.optimizer.param_groups:
                 group["lr"] = lr
-            loss = forward_backward(setup, step)
-            norm = tpfuse.clip_grad_norm_(setup.model, 1.0)
-            setup.optimizer.step()
-            setup.optimizer.zero_grad()
-            loss, stopped_by = agree(loss, stop.number, setup.device)
-            tokens, extras = None, {}
+            late = gradients(setup, step)
+            norm = update(setup)
+            if args.delayed and step + 1 == args.steps:  # no batch comes whose step would bring these
+                (setup.delayed or setup.pipeline).drain()
+                update(setup)
+            loss, stopped_by = agree(late or 0.0, stop.number, setup.device)
+            tokens, extras = None, {} if late is None else dict(loss=loss)
             if args.pack:
                 shared = setup.batches.balanced(step)
                 tokens, extras = int(setup.batches.lengths(step).sum()), dict(imbalance=[shared.before, shared.after])
@@ -216,8 +240,8 @@ def train(setup: Setup, start: int, log: Log | None, best: Best) -> int:
                 speed = dict(
                     tokens_per_s=round(meter.last_tokens_per_s), model_tflops=meter.flops_per_s / 1e12, mfu=meter.mfu
                 )
-                log(step=reached, loss=loss, lr=lr, grad_norm=float(norm), **speed, **extras)
-                bar.set_postfix_str(f"loss {loss:.3f}, {meter}", refresh=False)
+                log(step=reached, lr=lr, grad_norm=float(norm), **speed, **extras)
+                bar.set_postfix_str(f"{'' if late is None else f'loss {loss:.3f}, '}{meter}", refresh=False)
                 bar.update()
             if reached % args.validate_every == 0 or reached == args.steps:
                 bits = validate(setup)
@@ -306,6 +330,7 @@ def main() -> None:
             pipeline=pipeline,
             main=main,
             hook=hook,
+            delayed=tpfuse.DelayedGradients(model) if args.delayed and args.schedule != "2bw" else None,
             optimizer=optimizer,
         )
         start = resume(setup, checkpoints) if args.resume else 0

@@ -4,9 +4,9 @@
 
 The model and text of examples/train_gpt.py, over three stages of one thread each on gloo processes, in four
 micro-batches.  The weights of linear layers are K-FAC's, Shampoo's (pytorch_optimizer's ScalableShampoo, over
-tpfuse.WholeMatrices) or AdamW's, all other parameters AdamW's at one rate.  Every optimizer is tried at as many
-learning rates: the first gives all updates one norm.  A rate is the highest, after a warm-up over a tenth of the steps
-and before a cosine.
+tpfuse.WholeMatrices) or AdamW's, all other parameters AdamW's at one rate.  The first learning rate of each gives all
+updates one norm; from there it is doubled and halved until the best one lies between two that are worse.  A rate is the
+highest, after a warm-up over a tenth of the steps and before a cosine.
 
 Factors and roots are really made in the steps of their plan.  The seconds are not the clock's, since processes share
 cores that are never idle in a bubble: a step takes the simulator's seconds of the measured passes, and the measured
@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ RANKS, MICRO_BATCHES, ROWS, HELD_OUT = 3, 4, 2, 64  # ROWS sequences a micro-bat
 BATCH = MICRO_BATCHES * ROWS
 REST = 4e-3  # the rate of the other parameters, and of the demo
 GRAFT_SIGN = 4  # of ScalableShampoo: the update's norm is the square root of its size, 5 times that of KFAC's
-RATES = {"AdamW": (4e-3, 2e-3, 8e-3), "K-FAC": (4e-3, 2e-3, 8e-3), "Shampoo": (8e-4, 4e-4, 16e-4)}  # first: one norm
+FIRST = {"AdamW": 4e-3, "K-FAC": 4e-3, "Shampoo": 8e-4}  # rates, at which all updates have one norm
 
 
 class Options(NamedTuple):
@@ -153,7 +154,7 @@ class Plan(NamedTuple):
 
 
 def planned(options: Options, name: str) -> Plan:
-    run = Run(options, name, RATES[name][0])
+    run = Run(options, name, FIRST[name])
     for number in range(2):
         run.step(number)
     ids = run._batch(0)
@@ -178,11 +179,24 @@ def trained(options: Options, name: str, rate: float, plan: Plan) -> dict[str, A
     return dict(rate=rate, held_out=held_out, optimizer=max(medians))
 
 
+def at_rates(start: float, most: int, train: Callable[[float], dict[str, Any]]) -> list[dict[str, Any]]:
+    """Trains at ``start`` and at the double and the half of the best rate so far, until both are worse or ``most`` are
+    tried."""
+    runs = {start: train(start)}
+    while len(runs) < most:
+        best = min(runs, key=lambda rate: runs[rate]["held_out"][-1][1])
+        rate = next((rate for rate in (2 * best, best / 2) if rate not in runs), None)
+        if rate is None:
+            break
+        runs[rate] = train(rate)
+    return list(runs.values())
+
+
 def row_of(options: Options, name: str) -> dict[str, Any]:
-    """Plans once, and trains at every learning rate.  ``work``: seconds of all pieces, of the rank with the most."""
+    """Plans once, and trains at several learning rates.  ``work``: seconds of all pieces, of the rank with the most."""
     plan = planned(options, name)
-    runs, timeline = [trained(options, name, rate, plan) for rate in RATES[name][: options.rates]], plan.timeline
-    pieces = plan.pieces
+    runs = at_rates(FIRST[name], options.rates, lambda rate: trained(options, name, rate, plan))
+    timeline, pieces = plan.timeline, plan.pieces
     totals = [sum(piece.seconds for piece in pieces if piece.rank == rank) for rank in range(RANKS)]
     return dict(
         name=name,
@@ -196,7 +210,7 @@ def row_of(options: Options, name: str) -> dict[str, Any]:
 
 
 def everything(options: Options) -> list[dict[str, Any]]:
-    return [row_of(options, name) for name in RATES]
+    return [row_of(options, name) for name in FIRST]
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -204,7 +218,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=400, help="of each run (default %(default)s)")
     parser.add_argument("--every", type=int, default=50, help="steps between validations (default %(default)s)")
     parser.add_argument("--schedule", default="gpipe", help="gpipe, 1f1b, ... (default %(default)s)")
-    parser.add_argument("--rates", type=int, default=3, help="tried of each optimizer, 1 to 3 (default %(default)s)")
+    parser.add_argument("--rates", type=int, default=8, help="tried of each optimizer at most (default %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
     return parser.parse_args(argv)
 

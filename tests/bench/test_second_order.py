@@ -1,5 +1,7 @@
 """The bench of second-order optimizers in bubbles: a tiny run of it, and its table."""
 
+import math
+
 import pytest
 
 from bench import documents
@@ -28,15 +30,25 @@ def test_the_table_is_what_the_result_says():
     assert documents.replaced(text, page.COMMAND, part, page.parts()[part]) == text
 
 
+@pytest.mark.parametrize(
+    ("best", "most", "rates"),
+    [(1.0, 8, [1, 2, 0.5]), (4.0, 8, [1, 2, 4, 8]), (0.5, 8, [1, 2, 0.5, 0.25]), (64.0, 3, [1, 2, 4])],
+)
+def test_the_best_rate_lies_between_two_that_are_worse(best, most, rates):
+    bits = lambda rate: abs(math.log2(rate / best))
+    runs = curves.at_rates(1.0, most, lambda rate: dict(rate=rate, held_out=[[1, 0.0], [2, bits(rate)]]))
+    assert [run["rate"] for run in runs] == rates
+
+
 @pytest.mark.slow
 def test_a_tiny_run(ranks):
     pytest.importorskip("pytorch_optimizer")
     for found in ranks(curves.RANKS, tiny):
-        assert [name for name, *_ in found] == list(curves.RATES)
+        assert [name for name, *_ in found] == list(curves.FIRST)
         assert all(len(held_out) == 1 and seconds > 0 for _, held_out, seconds in found)
 
 
 def tiny(world):
     options = curves.Options(steps=3, interval=3, schedule="gpipe", rates=1)
-    rows = [(name, curves.trained(options, name, 1e-3, curves.planned(options, name))) for name in curves.RATES]
+    rows = [(name, curves.trained(options, name, 1e-3, curves.planned(options, name))) for name in curves.FIRST]
     return [(name, result["held_out"], result["optimizer"]) for name, result in rows]

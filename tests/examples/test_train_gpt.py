@@ -75,9 +75,9 @@ def back(out: Path, of: Path, to: int = 6) -> Path:
     return out
 
 
-def same_run(out: Path, reference: Path) -> None:
-    """Bit for bit: every loss, and the files of weights at the end."""
-    assert list(losses(out)) == list(range(1, STEPS + 1))
+def same_run(out: Path, reference: Path, of: range = range(1, STEPS + 1)) -> None:
+    """Bit for bit: every loss, which steps ``of`` log, and the files of weights at the end."""
+    assert list(losses(out)) == list(of)
     assert losses(out) == losses(reference)
     files = [{file.name: file.read_bytes() for file in (run / "hf").glob("*.safetensors")} for run in (out, reference)]
     assert files[0] == files[1] != {}

@@ -22,6 +22,7 @@ from tests.examples.test_train_gpt import (
     back,
     begun,
     close,
+    killed_and_resumed,
     latest,
     losses,
     same_run,
@@ -175,6 +176,22 @@ def test_a_killed_stage_is_named_and_the_run_goes_on(tmp_path, staged, where, ra
     said = ok(SCRIPT, *given, "--resume", procs=2)
     assert f"resumed at step {found} of {STEPS}" in said
     same_run(tmp_path, staged[0])
+
+
+@pytest.mark.slow
+def test_delayed_gradients_are_killed_and_resumed(tmp_path):
+    """Without a flush bit for bit at the same layout; in one process to rounding, with the delay alone."""
+    layout, first = "--delayed --pp 2 --schedule 2bw --micro-batches 4", tmp_path / "first"
+    ok(SCRIPT, *arguments(first, DROPPING, layout), procs=2)
+    kept = arguments(tmp_path / "killed", DROPPING, layout.removeprefix("--delayed "))
+    killed_and_resumed(tmp_path / "killed", kept, 2, ("backward@1", 5), 3)
+    same_run(tmp_path / "killed", first, of=range(2, STEPS + 1))
+    one = back(tmp_path / "one", first)
+    done = run(SCRIPT, *arguments(one, DROPPING, "--resume"), procs=1)
+    assert "holds a gradient that is not yet applied" in done.stderr and "and --delayed" in done.stderr, done.stderr
+    ok(SCRIPT, *arguments(one, DROPPING, "--delayed --resume"), procs=1)
+    np.testing.assert_allclose(list(losses(one).values()), list(losses(first).values()), rtol=1e-5)
+    np.testing.assert_allclose(held_out(one), held_out(first), rtol=1e-5)
 
 
 # ---- what is refused ----
