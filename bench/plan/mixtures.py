@@ -7,8 +7,8 @@ suite_auto_moe.py), the machines those of its text: nodes of eight V100 of 16 GB
 25 Gbit/s a node.  No constant is fitted.
 
 A found plan has stages of n ranks, each with samples of its own, which divide the experts among them: experts over
-replicas inside pipeline stages.  Every block is recomputed; an element takes 8 bytes, as fp32 weights, their 16-bit copy
-and 16-bit gradients do under a factored optimizer.
+replicas inside pipeline stages.  Every block is recomputed; an element takes 8 bytes, as fp32 weights, their 16-bit
+copy and 16-bit gradients do under a factored optimizer.
 """
 
 from collections.abc import Mapping
