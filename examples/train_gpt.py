@@ -228,7 +228,8 @@ def train(setup: Setup, start: int, log: Log | None, best: Best) -> int:
             tokens, extras = None, {} if late is None else dict(loss=loss)
             if args.pack:
                 shared = setup.batches.balanced(step)
-                tokens, extras = int(setup.batches.lengths(step).sum()), dict(imbalance=[shared.before, shared.after])
+                tokens = int(setup.batches.lengths(step).sum())
+                extras["imbalance"] = [shared.before, shared.after]
             if setup.hook:
                 extras["bytes_sent"] = setup.hook.sent
             if args.bitwise is not None:

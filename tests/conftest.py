@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import gc
 import os
 import signal
 from concurrent.futures import ProcessPoolExecutor
@@ -54,6 +55,11 @@ def pytest_collection_modifyitems(items):
         for item, phase in zip(cases, phases([case_of(item) for item in cases]), strict=True):
             for name in {"day": (), "slow": ("slow",), "rare": ("slow", "rare")}[phase]:
                 item.add_marker(name)
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # as tests/preload.py does in workers
 
 
 def case_of(item):

@@ -2,6 +2,7 @@
 it starts in milliseconds rather than in the five seconds of processor time that ``import torch, tpfuse`` takes."""
 
 import contextlib
+import gc
 import os
 
 os.environ.pop("TRITON_INTERPRET", None)  # before triton is imported: workers run the references
@@ -17,3 +18,5 @@ with contextlib.suppress(ImportError):  # optional
     import transformers  # noqa: F401
 
 torch.set_num_threads(1)  # no thread exists when a worker is forked
+gc.collect()
+gc.freeze()  # half a million objects of modules, through which collections and tpfuse's look for layers would go

@@ -7,9 +7,8 @@ suite_auto_moe.py), the machines those of its text: nodes of eight V100 of 16 GB
 25 Gbit/s a node.  No constant is fitted.
 
 A found plan has stages of n ranks, each with samples of its own, which divide the experts among them: experts over
-replicas inside pipeline stages, which tpfuse's models refuse.  Their pieces are put together here, of a model without
-experts over replicas and of one without stages.  Every block is recomputed; an element takes 8 bytes, as fp32 weights,
-their 16-bit copy and 16-bit gradients do under a factored optimizer.
+replicas inside pipeline stages.  Every block is recomputed; an element takes 8 bytes, as fp32 weights, their 16-bit
+copy and 16-bit gradients do under a factored optimizer.
 """
 
 from collections.abc import Mapping
@@ -23,10 +22,9 @@ from tpfuse.tools.ledger import model_flops, parameter_count
 from tpfuse.tools.plan.cluster import BETWEEN, INSIDE, LINKS, NODE, RING, Cluster, Level
 from tpfuse.tools.plan.costs import CostModel, cost_model
 from tpfuse.tools.plan.devices import DEVICES
-from tpfuse.tools.plan.pieces import LedgerCosts
 from tpfuse.tools.plan.search import search
 from tpfuse.tools.plan.spans import SpanCache
-from tpfuse.tools.plan.split import Job, Pieces, Split
+from tpfuse.tools.plan.split import Job, Split
 from tpfuse.tools.plan.step import StepEstimate
 
 ALPA = "arXiv:2201.12023"
@@ -110,25 +108,6 @@ def cluster(devices: int) -> Cluster:
     return Cluster(DEVICES["v100"]._replace(memory=16e9), devices, tuple(levels))
 
 
-class StagedExperts:
-    """Pieces of stages whose ranks each have samples of their own, and divide the experts among them."""
-
-    def __init__(self, costs: LedgerCosts):
-        self.costs = costs
-
-    def __call__(self, job: Job, split: Split) -> Pieces:
-        alone = self.costs(job, split)
-        if split.dp == 1:
-            return alone
-        whole = split._replace(pp=1, schedule="1f1b", chunks=1, over_replicas=True, layers=None)
-        embedding, blocks, head, *_ = self.costs(job, whole)
-        return alone._replace(
-            embedding=alone.embedding._replace(transient=embedding.transient),
-            blocks=tuple(b if b.experts else a for a, b in zip(alone.blocks, blocks, strict=True)),
-            head=alone.head._replace(transient=head.transient),
-        )
-
-
 def staged_costs(machines: Cluster) -> CostModel:
     """Returns the cost model of such stages; the ranks of a stage that are in one node share its card."""
 
@@ -139,7 +118,7 @@ def staged_costs(machines: Cluster) -> CostModel:
             return INSIDE + size / machines.levels[0].bandwidth
         return BETWEEN + size * min(split.dp * split.tp, NODE) / CARD
 
-    return cost_model(machines, pieces=StagedExperts(LedgerCosts(machines)))._replace(hop=hop)
+    return cost_model(machines)._replace(hop=hop)
 
 
 def fastest(m: Mixture, costs: CostModel, fixed: Mapping[str, Any], cache: SpanCache) -> StepEstimate:
@@ -171,8 +150,8 @@ def place(m: Mixture) -> Placed:
     assert m.plan is not None
     devices, stages, count, _ = m.plan
     costs, cache = staged_costs(cluster(devices)), SpanCache()
-    alike, dp = dict(tp=1, sharded=False, over_replicas=False), devices // stages
-    found = dict(dp=dp, micro_batch=BATCH // count // dp, layers=(m.layers // stages,) * stages)
+    alike, dp = dict(tp=1, sharded=False), devices // stages
+    found = dict(dp=dp, micro_batch=BATCH // count // dp, layers=(m.layers // stages,) * stages, over_replicas=dp > 1)
     published, best = (fastest(m, costs, alike | fixed, cache) for fixed in (found, {}))
     at_once = costs._replace(hop=lambda split, size: 0.0)
     return Placed(m, published, best, free=fastest(m, at_once, alike | found, cache))

@@ -18,7 +18,6 @@ from tpfuse import MainGrad, OkTopk, TensorParallel, data_parallel, ok_topk_hook
 from tpfuse.models import GPT
 from tpfuse.pipeline import schedule
 
-CONFIG = replace(GPT2, num_layers=4)
 ROWS, SEQ, MICRO = 4, 6, 4  # of a replica's step; of all replicas
 STATE = {  # name: (who shares it, what is no argument and decides a step)
     "seed": ("all", lambda m: changed(m, "seed", 77)),
@@ -87,7 +86,7 @@ class Training:
         self.play, self.mesh = play, world.stages(*play.layout)
         pipeline = play.trainer == "pipeline"
         where = place(self.mesh, play.schedule) if pipeline else dict(dp=self.mesh["dp"])
-        config = CONFIG if play.dropout else replace(CONFIG, **dict.fromkeys(DROP, 0.0))
+        config = GPT2 if play.dropout else replace(GPT2, **dict.fromkeys(DROP, 0.0))
         self.model = GPT(config, tp=TensorParallel(self.mesh["tp"]), **where).train()
         self.main = None
         if play.trainer == "MainGrad" or (pipeline and play.main):

@@ -179,11 +179,6 @@ STEMS = """bits coming_from context data_parallel experts faults fine_tuning ker
 packing pipeline plan sparse training""".split()
 
 
-def test_the_first_example_runs_in_plain_python():
-    done = subprocess.run([sys.executable, "-"], input=FIRST, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.slow
 def test_the_blocks_of_the_readme_run_in_plain_python(gpt2, tmp_path):
     """As they are pasted one after another, in one process that torchrun did not start."""

@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 
 from tests.common import assert_equal
 from tests.models.common import default_dtype
-from tests.pipeline.test_step import MODELS, ROWS, made
+from tests.pipeline.common import MODELS, ROWS, made
 from tpfuse import TensorParallel, add_lora, load_adapter, save_adapter
 from tpfuse.layers.shards import named_specs
 from tpfuse.pipeline import schedule
 
-ALL, SOME = ["qkv", "out", "fc1", "fc2"], ["h.1.attn.c_attn", "h.7.mlp.c_proj"]
+ALL, SOME = ["qkv", "out", "fc1", "fc2"], ["h.1.attn.c_attn", "h.3.mlp.c_proj"]
 
 
 def staged(world, layout, name, kind):

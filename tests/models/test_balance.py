@@ -5,12 +5,10 @@ Spans: tpfuse/layers/balance.py, tpfuse/models/gpt.py and what carries sums from
 
 import pytest
 import torch
-from transformers import MixtralConfig
 
 from tests.common import assert_close, error
 from tests.models.common import batch, gradients, make_tp, run
 from tests.models.families import experts, test_mixtral
-from tests.models.families.test_mixtral import OPTIONS, SIZES
 from tpfuse.layers import ExpertBalance
 from tpfuse.models import GPT, Classifier, GPTConfig
 from tpfuse.pipeline import Stage
@@ -21,7 +19,7 @@ saved = test_mixtral.saved
 
 
 def config(**changes) -> GPTConfig:
-    return GPTConfig.from_hf(MixtralConfig(**SIZES, **OPTIONS | changes).to_dict())
+    return GPTConfig.from_hf(experts.their_config("mixtral", **changes).to_dict())
 
 
 def theirs(model, call, name="mixtral"):
@@ -147,8 +145,9 @@ def test_packed_documents_weigh_as_their_labels():
 
 
 def test_compiled():
-    model, call = GPT(config(), balance=SEQUENCE), batch(config())
-    compiled = GPT(config(), balance=SEQUENCE)
+    one_layer = config(num_hidden_layers=1)
+    model, compiled = (GPT(one_layer, balance=SEQUENCE) for _ in range(2))
+    call = batch(one_layer)
     compiled.compile(backend="aot_eager")
     eager = losses_and_gradient(model, [call])
     assert all(error(a, b) < 1e-5 for a, b in zip(losses_and_gradient(compiled, [call]), eager, strict=True))

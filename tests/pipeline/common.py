@@ -18,7 +18,7 @@ from tpfuse.pipeline import schedule
 F64 = torch.float64
 
 ROWS, SEQ, VOCAB = 8, 12, 97
-SHAPE = dict(vocab_size=VOCAB, max_positions=16, hidden_size=24, num_layers=8, num_heads=4)
+SHAPE = dict(vocab_size=VOCAB, max_positions=16, hidden_size=24, num_layers=4, num_heads=4)
 DROP = dict(dropout=0.1, attention_dropout=0.1, embedding_dropout=0.1)
 GPT2 = GPTConfig(**SHAPE, **DROP)
 LLAMA = dict(family="llama", norm="rms", gated=True, activation="silu", rope=dict(rope_theta=1e4), num_kv_heads=2)
@@ -33,6 +33,11 @@ MODELS = {
     "branches": replace(GPT2, pre_norm=False, branch_norm=True),
     "bert": BertConfig(**SHAPE, **DROP),
 }
+
+
+def as_deep(config, ranks):
+    """The config with layers for so many ranks of two stages each."""
+    return replace(config, num_layers=max(config.num_layers, 2 * ranks))
 
 
 def made(config, **options):
@@ -146,6 +151,7 @@ EXACT = {}  # curves of one process, which several tests compare with
 
 def check_curve(ranks, build, layout, name, config=GPT2, steps=2, per_step=1, **options):
     """Losses, norms and first gradients of all ranks are those of one process; -> the ranks' curves."""
+    config = as_deep(config, layout[0])
     lora, of_loss = options.get("lora", False), {key: options[key] for key in ("balance",) if key in options}
     key = repr((config, lora, steps, per_step, of_loss))
     if key not in EXACT:

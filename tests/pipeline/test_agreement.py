@@ -6,6 +6,7 @@ Spans: tpfuse/pipeline/step.py and tpfuse/models/stages.py, the two sides of a s
 
 import functools
 import re
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -73,7 +74,7 @@ OWN = "a sample", "recompute"  # what a replica may have of its own
 
 def refused(world, layout, whole, names):
     mesh = world.stages(*layout)
-    model = made(GPT2, tp=TensorParallel(mesh["tp"]), **place(mesh, "1f1b"))
+    model = made(replace(GPT2, num_layers=2), tp=TensorParallel(mesh["tp"]), **place(mesh, "1f1b"))
     here, rows = Here(model, *(schedule(model, mesh["pp"], "1f1b", 2) for _ in range(2))), mine(mesh)
     ((ids, labels),) = batches(1)
     ids, labels, found = ids[rows], labels[rows], {}

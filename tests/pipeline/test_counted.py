@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from tests.pipeline.test_step import GPT2, MODELS, batches, made
+from tests.pipeline.common import GPT2, MODELS, as_deep, batches, made
 from tests.routing import evenly, routed
 from tpfuse import TensorParallel
 from tpfuse.kernels.experts import router
@@ -130,6 +130,7 @@ def counted(world, layout, name, options, config):
 
 def check(ranks, layout, name, config=CONFIG, **options):
     pp, dp, *cp, tp = layout
+    config = as_deep(config, pp)
     plan = Plan(
         tp=tp, dp=dp, cp=math.prod(cp), seq=12, micro_batch=8 // dp // MICRO_BATCHES, dtype=torch.float32, **options
     )

@@ -4,7 +4,6 @@ Spans: bubbles.py, step.py and runtime.py of tpfuse/pipeline: work placed in bub
 """
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from tpfuse.pipeline import SCHEDULES, Action, Work, demand, fill, order, schedu
 from tpfuse.ranks.messages import gather
 
 F64 = torch.float64
-SMALL = replace(GPT2, num_layers=4)
 
 
 class Shampoo:
@@ -46,7 +44,7 @@ def trained(world, name, how, steps=4):
     mesh = world.stages(2, 1, 1)["pp"]
     rank = mesh.get_local_rank()
     with default_dtype(F64):
-        model = made(SMALL, stage=(rank, 2, name))
+        model = made(GPT2, stage=(rank, 2, name))
         trainer, optimizer, log, at = schedule(model, mesh, name, 4), Shampoo(model), [], [0, 0]
         run = model.stages.run
 
@@ -113,7 +111,7 @@ def unread(world, name):
     mesh = world.stages(world.size, 1, 1)["pp"]
     found = []
     for filled in (True, False):
-        model = made(SMALL if world.size == 2 else GPT2, stage=(mesh.get_local_rank(), world.size, name))
+        model = made(GPT2, stage=(mesh.get_local_rank(), world.size, name))
         trainer = schedule(model, mesh, name, 4)
         junk = lambda: torch.linalg.eigh(torch.randn(16, 16))
         work = [Work(r, 0.5, run=junk) for r in range(world.size) for _ in range(4)]

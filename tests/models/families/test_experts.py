@@ -1,5 +1,5 @@
-"""Qwen2-MoE, Qwen3-MoE and OLMoE against transformers in fp64: logits, loss and gradients at 1, 2 and 4 ranks, files of
-both layouts, tokens."""
+"""Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE against transformers in fp64: logits, loss and gradients at 1, 2 and 4 ranks,
+files of both layouts, tokens."""
 
 import functools
 import re
@@ -22,7 +22,6 @@ from tpfuse.tools.ledger import activation_bytes, model_flops
 
 transformers.utils.logging.disable_progress_bar()
 F64 = torch.float64
-NAMES = [name for name in FAMILIES if name != "mixtral"]
 NORMED = "olmoe-normed"
 
 
@@ -42,7 +41,7 @@ def saved(tmp_path_factory):
 CASES = [(1, False, None), (2, True, "left"), (4, True, "right"), (4, False, None)]
 MARKED = [
     pytest.param(name, *case, marks=[pytest.mark.slow] * (name == NORMED))
-    for name in NAMES
+    for name in FAMILIES
     for case in (CASES[1:3] if name == NORMED else CASES)
 ]
 
@@ -123,14 +122,15 @@ def saved_again(world, path, out):
     GPT.from_pretrained(path, tp=make_tp(world), dtype=F64).save_pretrained(out)
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n != NORMED])
+@pytest.mark.parametrize("name", [n for n in FAMILIES if n != NORMED])
 def test_files_both_ways(ranks, saved, tmp_path, name):
     """What two ranks write are the tensors that transformers wrote, which it opens to the same model."""
     model, path = saved(name)
     ranks(2, saved_again, str(path), tmp_path)
     before, after = tensors(path), tensors(tmp_path)
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    assert "model.layers.1.mlp.experts.3.down_proj.weight" in after
+    module, _, (down,) = FAMILIES[name].names
+    assert f"model.layers.1.{module}.experts.3.{down}.weight" in after
     again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=F64)
     assert type(again) is type(model)
     assert all(map(torch.equal, again.state_dict().values(), model.state_dict().values()))
@@ -274,7 +274,7 @@ def generated(world, path, ids):
     return GPT.from_pretrained(path, tp=make_tp(world, False), dtype=F64).generate(ids, max_new_tokens=6)
 
 
-@pytest.mark.parametrize("name, R", [(n, R) for n in NAMES if n != NORMED for R in (1, 2, 4)])
+@pytest.mark.parametrize("name, R", [(n, R) for n in FAMILIES if n != NORMED for R in (1, 2, 4)])
 def test_tokens_are_those_of_transformers(ranks, saved, name, R):
     model, path = saved(name)
     ids = batch(model.config)["input_ids"]
@@ -287,6 +287,7 @@ def test_tokens_are_those_of_transformers(ranks, saved, name, R):
 
 
 @pytest.mark.parametrize("name, change, message", [
+    ("mixtral", dict(router_jitter_noise=0.1), "router_jitter_noise"),
     ("olmoe", dict(clip_qkv=8.0), "clip_qkv=8.0 is not built; only None is"),
     ("olmoe", dict(head_dim=10), "head_dim=10 is not built; only 6 is"),
     ("qwen2_moe", dict(shared_expert_intermediate_size=0), "shared_size must be a positive integer"),
@@ -307,6 +308,9 @@ SPARSE = DENSE | dict(num_experts=4, experts_per_token=2, gated=True, mlp_bias=F
 
 
 @pytest.mark.parametrize("change, message", [
+    (DENSE | dict(num_experts=4), "num_experts and experts_per_token go together, got 4 and None"),
+    (SPARSE | dict(gated=False), "experts must be gated, got gated=False with num_experts=4"),
+    (SPARSE | dict(mlp_bias=True), "experts have no bias, got mlp_bias=True"),
     (DENSE | dict(expert_size=4), "expert_size is of models with experts, got 4 without"),
     (DENSE | dict(renormalize=False), "renormalize is of models with experts, got False without"),
     (DENSE | dict(shared_size=4), "shared_size=4 needs num_experts, got None"),

@@ -1,20 +1,20 @@
-"""Mixtral against transformers in fp64: logits, loss and gradients at 1, 2 and 4 ranks, files both ways, tokens."""
+"""A model with experts in training and in checkpoints; what every family with experts has is in test_experts.py.
 
-import re
+Spans: models/ and training/, on a Mixtral of transformers.
+"""
+
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, MixtralConfig
 
 import tpfuse
-from tests.common import assert_close, error, make_tp
+from tests.common import error, make_tp
 from tests.models import common
-from tests.models.common import batch, of_files, of_transformers, run, whole_logits
-from tests.models.families.experts import an_expert_a_tensor, tensors, theirs
-from tests.models.families.test_llama_like import ROPE, SIZES
+from tests.models.common import batch, run, whole_logits
+from tests.models.families.experts import their_config, theirs
 from tests.routing import routed, to_the_first
 from tpfuse import TensorParallel, data_parallel
 from tpfuse.models import GPT, GPTConfig
@@ -23,8 +23,6 @@ from tpfuse.training.checkpoint import load_checkpoint, save_checkpoint
 
 transformers.utils.logging.disable_progress_bar()
 F64 = torch.float64
-OPTIONS = dict(num_local_experts=4, num_experts_per_tok=2, num_key_value_heads=2, rope_parameters=ROPE)
-OPTIONS |= dict(sliding_window=4, router_jitter_noise=0.0, attn_implementation="sdpa", experts_implementation="eager")
 
 
 @pytest.fixture(scope="module")
@@ -35,103 +33,9 @@ def saved(tmp_path_factory):
     return model, path
 
 
-@pytest.mark.parametrize("R, sp, pad", [(1, False, None), (2, True, "left"), (4, True, "right"), (4, False, None)])
-def test_values_and_gradients_are_those_of_transformers(ranks, saved, R, sp, pad):
-    model, path = saved
-    call = batch(model.config, pad=pad)
-    exact = an_expert_a_tensor(of_transformers(model, call), "mixtral")
-    for ours in ranks(R, of_files, str(path), GPT, call, sp):
-        seen = call["attention_mask"].bool() if pad else ...
-        both = [dict(found, logits=found["logits"][seen]) for found in (ours, exact)]
-        assert_close(*both, F64)
-
-
-def saved_again(world, path, out):
-    GPT.from_pretrained(path, tp=make_tp(world), dtype=F64).save_pretrained(out)
-
-
-def test_files_both_ways(ranks, saved, tmp_path):
-    """What two ranks write are the tensors that transformers wrote, which it opens to the same model."""
-    model, path = saved
-    ranks(2, saved_again, str(path), tmp_path)
-    before, after = tensors(path), tensors(tmp_path)
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in after
-    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=F64)
-    assert all(map(torch.equal, again.state_dict().values(), model.state_dict().values()))
-    for key in ("num_local_experts", "num_experts_per_tok", "sliding_window", "intermediate_size"):
-        assert getattr(again.config, key) == getattr(model.config, key)
-
-
-def generated(world, path, ids):
-    return GPT.from_pretrained(path, tp=make_tp(world, False), dtype=F64).generate(ids, max_new_tokens=6)
-
-
-@pytest.mark.parametrize("R", [1, 2, 4])
-def test_tokens_are_those_of_transformers(ranks, saved, R):
-    model, path = saved
-    ids = batch(model.config)["input_ids"]
-    expected = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
-    for tokens in ranks(R, generated, str(path), ids):
-        assert torch.equal(tokens[:, -6:], expected[:, -6:])
-
-
-# ---- what is refused ----
-
-
-@pytest.mark.parametrize("change, message", [
-    (dict(router_jitter_noise=0.1), "router_jitter_noise"),
-    (dict(num_experts_per_tok=5), "k must be 1 to num_experts=4, got 5"),
-])  # fmt: skip
-def test_configs_that_are_refused(change, message):
-    config = MixtralConfig(**SIZES, **OPTIONS).to_dict() | change
-    with pytest.raises(ValueError, match=re.escape(message)):
-        GPTConfig.from_hf(config)
-
-
-@pytest.mark.parametrize("change, message", [
-    (dict(num_experts=4), "num_experts and experts_per_token go together, got 4 and None"),
-    (dict(num_experts=4, experts_per_token=2), "experts must be gated, got gated=False with num_experts=4"),
-    (dict(num_experts=4, experts_per_token=2, gated=True), "experts have no bias, got mlp_bias=True"),
-])  # fmt: skip
-def test_fields_that_are_refused(change, message):
-    with pytest.raises(ValueError, match=re.escape(f"GPTConfig: {message}")):
-        GPTConfig(vocab_size=9, max_positions=8, hidden_size=8, num_layers=1, num_heads=2, **change)
-
-
-def test_missing_and_extra_experts_are_named(saved, tmp_path):
-    from safetensors.torch import save_file
-
-    _, path = saved
-    (tmp_path / "config.json").write_text((path / "config.json").read_text())
-    stored, expert = tensors(path), "model.layers.0.block_sparse_moe.experts.{}.w1.weight".format
-    save_file({name: t for name, t in stored.items() if name != expert(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=re.escape("lacks layers.0.block_sparse_moe.experts.2.w1.weight")):
-        GPT.from_pretrained(tmp_path)
-    save_file(stored | {expert(4): torch.zeros(28, 48)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=re.escape(expert(4))):
-        GPT.from_pretrained(tmp_path)
-
-
-COMPOSED = {
-    "recompute": dict(recompute="full"),
-    "smallest": dict(saving="smallest"),
-}
-
-
-@pytest.mark.parametrize("options", COMPOSED.values(), ids=COMPOSED)
-def test_composed_on_two_ranks(ranks, options):
-    """As on one rank without: values and gradients of a model with dropout."""
-    config = GPTConfig.from_hf(MixtralConfig(**SIZES, **OPTIONS, attention_dropout=0.1).to_dict())
-    call = dict(batch(config), step=3, first_sample=0)
-    one = run(None, GPT, config, call)
-    for found in ranks(2, run, GPT, config, call, True, F64, options):
-        assert_close(found, one, F64)
-
-
 def test_autocast(ranks):
     """A rounding may send a token to another expert: the loss is near."""
-    config = GPTConfig.from_hf(MixtralConfig(**SIZES, **OPTIONS).to_dict())
+    config = GPTConfig.from_hf(their_config("mixtral").to_dict())
     one = run(None, GPT, config, batch(config), dtype=torch.float32)
     for found in ranks(2, run, GPT, config, batch(config), True, torch.float32, dict(autocast=True)):
         assert error(found["loss"], one["loss"]) < 2e-2
@@ -140,7 +44,7 @@ def test_autocast(ranks):
 
 def trained(world, dp, kind, micro):
     """(loss, gradient's norm) of two steps over replicas."""
-    config = replace(GPTConfig.from_hf(MixtralConfig(**SIZES, **OPTIONS).to_dict()), num_layers=1)
+    config = replace(GPTConfig.from_hf(their_config("mixtral").to_dict()), num_layers=1)
     with mock.patch.object(common, "STEP_CONFIG", config):
         return common.Training(world, dp, kind=kind).steps(0, 2, micro)
 

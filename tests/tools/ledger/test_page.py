@@ -127,15 +127,12 @@ def test_counts_that_are_no_function_are_refused(monkeypatch, tmp_path):
     assert not (tmp_path / "page.html").exists()
 
 
-def test_counts_by_rows_are_not(monkeypatch):
+def test_counts_by_rows_and_sizes_that_fill_no_tiles_have_functions_too(monkeypatch):
     only_one_variant(monkeypatch)
     monkeypatch.setattr(page, "compare", planted(lambda batch, seq: min(batch * seq, 2048)))
-    assert {"rows"} < {kind for kind, *_ in page.gather(SUBJECT)["functions"]}
-
-
-def test_sizes_that_fill_no_tiles_have_functions_too(monkeypatch):
-    only_one_variant(monkeypatch)
-    assert page.gather(SUBJECT._replace(batch=3, seq=100))["axes"]["batch"] == (1, 3, 6, 12, 24, 48)
+    gathered = page.gather(SUBJECT._replace(batch=3, seq=100))
+    assert {"rows"} < {kind for kind, *_ in gathered["functions"]}
+    assert gathered["axes"]["batch"] == (1, 3, 6, 12, 24, 48)
 
 
 def test_an_op_outside_of_stretches_is_refused(monkeypatch, tmp_path):
@@ -154,7 +151,7 @@ def test_an_op_outside_of_stretches_is_refused(monkeypatch, tmp_path):
 
 def test_a_split_that_cannot_be_is_shown_and_one_asked_for_is_an_error(monkeypatch, tmp_path):
     only_one_variant(monkeypatch)
-    monkeypatch.setattr(page, "RANKS", (1, 3))
+    monkeypatch.setattr(page, "RANKS", (3,))
     assert "3" in page.gather(SUBJECT)["variants"]["3x1x1024x2"]
     with pytest.raises(ValueError):
         page.write(SUBJECT._replace(plan=Plan(3)), tmp_path / "page.html")

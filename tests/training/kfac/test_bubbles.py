@@ -152,7 +152,7 @@ def refusals(world):
     pipeline.step(ids, labels=labels)
     _update(model, kfac, others)
     work = kfac.work(pipeline)
-    assert len(work) == 2 * 16 * (4 + 2)  # of 16 weights on each rank, with 4 micro-batches
+    assert len(work) == 2 * 8 * (4 + 2)  # of 8 weights on each rank, with 4 micro-batches
     pipeline.fill(fill(timeline, work[:-1]))
     pipeline.step(ids, labels=labels)
     errors["dropped"] = said(kfac.step)
