@@ -232,7 +232,7 @@ def piece_shapes(job: Job, split: Split) -> PieceShapes:
         blocks,
         {kind: count - _elements(blocks[kind]) for kind, count in experts.items()},
         head,
-        border,
+        border=border,
         shared=_less(untied, unsplit),
     )
 
