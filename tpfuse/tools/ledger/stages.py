@@ -107,7 +107,8 @@ class RankRun(NamedTuple):
         for a in self.actions:
             for call, row in self.stages[a.chain, a.stage].passes[a.kind].items():
                 key = a.kind, *call
-                sums[key] = Row(*map(sum, zip(sums.get(key, Row()), row, strict=True)))
+                both = [sums.get(key, Row()), row]
+                sums[key] = Row(*map(sum, zip(*both)))
         return sums
 
     @property
