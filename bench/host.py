@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from bench import idle
+from bench import idle, machine
 from bench._parser import parser_of
 from bench.measured import host
 from tpfuse.kernels import attention, layer_norm, linear, reduce_bias_dropout_add_norm, replay, rms_norm
@@ -190,7 +190,7 @@ def main(argv: list[str] | None = None) -> int:
     rows = measure(args.rounds)
     print(host(rows))
     if args.json is not None:
-        args.json.write_text(json.dumps(dict(torch=torch.__version__, rows=rows), indent=1) + "\n")
+        args.json.write_text(json.dumps(dict(machine=machine.here(), rows=rows), indent=1) + "\n")
     return 0
 
 

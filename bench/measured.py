@@ -8,7 +8,7 @@ import itertools
 import json
 import pathlib
 
-from bench import documents
+from bench import documents, machine
 from bench.documents import table
 from tpfuse.tools.bench.definition import discover
 
@@ -186,7 +186,13 @@ def gpu(reports: list[dict]) -> str:
 
 
 def results(name: str) -> list[dict]:
-    return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+    return whole_result(name)["rows"]
+
+
+def of_kinds(name: str) -> list[dict]:
+    """Returns the results of a bench, one for each kind of processor: NAME.json, then NAME.KIND.json."""
+    paths = itertools.chain(*(sorted(RESULTS.glob(form)) for form in (f"{name}.json", f"{name}.*.json")))
+    return [whole_result(path.stem) for path in paths]
 
 
 def quartiles(values: list[float]) -> str:
@@ -194,12 +200,25 @@ def quartiles(values: list[float]) -> str:
     return f"{mid:.2f} ({low:.2f} to {high:.2f})"
 
 
-def train_step(rows: list[dict]) -> str:
-    heads = "dtype", "attention dropout", "", "tokens/s relative to DTensor (quartiles)"
+def train_step(kinds: list[dict]) -> str:
+    """A row a dtype, dropout and provider, a column of speeds for each kind of processor; memory is the first's."""
+    heads = "dtype", "attention dropout", "", *machine.heads("tokens/s relative to DTensor (quartiles)", kinds)
     heads += "saved bytes / sbh, per layer and rank", "peak memory of a step, MiB"
-    cells = [(row["dtype"], f"{row['attention_dropout']:g}", row["provider"], quartiles(row["speed"])) for row in rows]
-    memory = [(f"{row['saved_sbh']:.1f}", f"{row['peak_rss_mib']:.0f}") for row in rows]
-    return table(heads, [a + b for a, b in zip(cells, memory)])
+    of_case = lambda row: (row["dtype"], f"{row['attention_dropout']:g}", row["provider"])
+    speeds = [{of_case(row): row["speed"] for row in result["rows"]} for result in kinds]
+    lines, claims = [], {}
+    for row in kinds[0]["rows"]:
+        each = [by_case.get(of_case(row)) for by_case in speeds]
+        memory = f"{row['saved_sbh']:.1f}", f"{row['peak_rss_mib']:.0f}"
+        lines.append((*of_case(row), *(quartiles(speed) if speed else NOT_YET for speed in each), *memory))
+        if row["provider"].startswith("tpfuse"):
+            claims[" ".join(of_case(row))] = [speed[1] for speed in each if speed]
+    return with_machines(table(heads, lines), kinds, claims)
+
+
+def with_machines(text: str, kinds: list[dict], claims: dict[str, list[float]] | None = None) -> str:
+    """Returns a table with its machines below it, and claims that depend on them."""
+    return "\n\n".join(filter(None, [text, machine.caption(kinds), machine.flips(claims or {})]))
 
 
 def generate(rows: list[dict]) -> str:
@@ -243,14 +262,24 @@ def host(rows: list[dict]) -> str:
 # ---- pipelines ----
 
 
-def pipeline(result: dict) -> str:
-    """A row a schedule and who runs it."""
-    if not result.get("rows"):
+def pipeline(kinds: list[dict]) -> str:
+    """A row a schedule and who runs it, a column of speeds for each kind of processor."""
+    kinds = [result for result in kinds if result.get("rows")]
+    if not kinds:
         return f"Training under each schedule: {NOT_YET}."
-    heads = "schedule", "", "tokens/s over tpfuse's 1F1B (quartiles)", "bubble %, simulated", "saved at the peak, MiB"
-    rows = sorted(result["rows"], key=lambda row: row["bubble"], reverse=True)
-    memory = [(f"{100 * row['bubble']:.1f}", f"{row['saved_bytes'] / 2**20:.1f}") for row in rows]
-    return table(heads, [(r["schedule"], r["provider"], quartiles(r["speed"]), *m) for r, m in zip(rows, memory)])
+    heads = "schedule", "", *machine.heads("tokens/s over tpfuse's 1F1B (quartiles)", kinds)
+    of_case = lambda row: (row["schedule"], row["provider"])
+    speeds = [{of_case(row): row["speed"] for row in result["rows"]} for result in kinds]
+    lines, claims = [], {}
+    for row in sorted(kinds[0]["rows"], key=lambda row: row["bubble"], reverse=True):
+        each = [by_case.get(of_case(row)) for by_case in speeds]
+        memory = f"{100 * row['bubble']:.1f}", f"{row['saved_bytes'] / 2**20:.1f}"
+        lines.append((*of_case(row), *(quartiles(speed) if speed else NOT_YET for speed in each), *memory))
+        ours, theirs = ((row["schedule"], who) for who in ("tpfuse", "torch"))
+        both = [by_case for by_case in speeds if {ours, theirs} <= by_case.keys()]
+        claims[f"{row['schedule']}, tpfuse over torch"] = [by_case[ours][1] / by_case[theirs][1] for by_case in both]
+    text = table((*heads, "bubble %, simulated", "saved at the peak, MiB"), lines)
+    return with_machines(text, kinds, claims)
 
 
 def sleeping(result: dict) -> str:
@@ -286,14 +315,15 @@ def whole_result(name: str) -> dict:
 def parts() -> dict[str, str]:
     """The name of each table of the page -> its text."""
     tables = {
-        "train_step": train_step(results("train_step")),
-        "generate": generate(results("generate")),
+        "train_step": train_step(of_kinds("train_step")),
         "gpu": gpu(reports()),
-        "host": host(results("host")),
-        "pipeline": pipeline(whole_result("pipeline")),
+        "pipeline": pipeline(of_kinds("pipeline")),
         "sleeping": sleeping(whole_result("pipeline")),
     }
-    return tables | {name: overlap(results(name)) for name in ("overlap", "overlap_wide")}
+    of_one_kind = dict(generate=generate, host=host, overlap=overlap, overlap_wide=overlap)
+    return tables | {
+        name: with_machines(make(results(name)), [whole_result(name)]) for name, make in of_one_kind.items()
+    }
 
 
 def short() -> dict[str, str]:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 
+from bench import machine
 from bench._link import End, namespaces, shape, unshaped
 from bench._parser import parser_of
 from bench.models.peers import MLP, Attention, Block, Stack, dtensor_block, dtensor_norm
@@ -376,7 +377,7 @@ def main() -> None:
         rows = run(args, unshaped(args.tp), False)
     if args.json:
         with open(args.json, "w") as file:
-            json.dump(dict(torch=torch.__version__, arguments=vars(args), rows=rows), file, indent=1)
+            json.dump(dict(machine=machine.here(), arguments=vars(args), rows=rows), file, indent=1)
     if args.plot:
         plot(rows, args.plot)
 

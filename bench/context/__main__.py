@@ -2,8 +2,7 @@
 
 import json
 
-import torch
-
+from bench import machine
 from bench._link import at_rates
 from bench.context import arguments, page, run
 
@@ -12,7 +11,7 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     rows = at_rates(args.rate, 2, lambda gbit, ends: run.measure(args, gbit, ends))
     arguments_given = vars(args) | dict(json=None)
-    result = dict(torch=torch.__version__, arguments=arguments_given, rows=rows, memory=run.memory(args.lengths))
+    result = dict(machine=machine.here(), arguments=arguments_given, rows=rows, memory=run.memory(args.lengths))
     print("\n\n".join((page.memory(result), page.speed(result))))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1))

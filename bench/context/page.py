@@ -8,7 +8,7 @@ import pathlib
 from bench import documents
 from bench.context import ATTENTION, GROUPS, KINDS, RANKS
 from bench.ddp.page import link, spread
-from bench.measured import NOT_YET, whole_result
+from bench.measured import NOT_YET, whole_result, with_machines
 
 PAGE = documents.DOCS / "context.md"
 PICTURE = documents.DOCS / "context.png"
@@ -76,7 +76,7 @@ def draw(result: dict, path: pathlib.Path) -> None:
 
 
 def parts(result: dict) -> dict[str, str]:
-    return dict(memory=memory(result), picture=picture(result), speed=speed(result))
+    return dict(memory=memory(result), picture=picture(result), speed=with_machines(speed(result), [result]))
 
 
 if __name__ == "__main__":

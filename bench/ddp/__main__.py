@@ -2,8 +2,7 @@
 
 import json
 
-import torch
-
+from bench import machine
 from bench._link import at_rates
 from bench.ddp import arguments, page, run
 
@@ -13,7 +12,7 @@ def main(argv: list[str] | None = None) -> None:
     rows = []
     for ranks in args.ranks:
         rows += at_rates(args.rate, ranks, lambda gbit, ends: run.measure(args, gbit, ends))
-    result = dict(torch=torch.__version__, arguments=vars(args) | dict(json=None), rows=rows)
+    result = dict(machine=machine.here(), arguments=vars(args) | dict(json=None), rows=rows)
     print("\n\n".join((page.overlap(result), page.settings(result))))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1))

@@ -7,7 +7,7 @@ import pathlib
 
 from bench import documents
 from bench.ddp import BUCKETS, MICRO_BATCHES, USUAL
-from bench.measured import NOT_YET, whole_result
+from bench.measured import NOT_YET, whole_result, with_machines
 
 PAGE = documents.DOCS / "data_parallel.md"
 PICTURE = documents.DOCS / "ddp.png"
@@ -87,7 +87,7 @@ def draw(result: dict, path: pathlib.Path) -> None:
 
 
 def parts(result: dict) -> dict[str, str]:
-    return dict(overlap=overlap(result), picture=picture(result), settings=settings(result))
+    return dict(overlap=with_machines(overlap(result), [result]), picture=picture(result), settings=settings(result))
 
 
 if __name__ == "__main__":

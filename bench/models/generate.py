@@ -29,6 +29,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from bench import machine
 from bench._parser import check_rounds, parser_of
 from bench.measured import generate
 from bench.port import free_port
@@ -223,7 +224,7 @@ def main() -> None:
         started.join()
     print(generate(rows))
     if args.json:
-        Path(args.json).write_text(json.dumps(dict(rows=rows), indent=1) + "\n")
+        Path(args.json).write_text(json.dumps(dict(machine=machine.here(), rows=rows), indent=1) + "\n")
 
 
 def _next(results: Any, started: Any) -> dict[str, Any] | None:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from bench import machine
 from bench._parser import parser_of
 from bench._resident import resident
 from bench.models.peers import Block, Stack, dtensor_block, dtensor_norm, megatron_block
@@ -327,7 +328,7 @@ def main() -> None:
     args = arguments()
     results = mp.get_context("spawn").SimpleQueue()
     mp.spawn(run, (args, free_port(), results), nprocs=args.tp)
-    result = results.get() | dict(torch=torch.__version__, arguments=vars(args))
+    result = results.get() | dict(machine=machine.here(), arguments=vars(args))
     print(table(result))
     if args.json:
         with open(args.json, "w") as file:

@@ -2,10 +2,9 @@
 
 import json
 
-import torch
 import torch.multiprocessing as mp
 
-from bench import measured
+from bench import machine, measured
 from bench.pipeline import arguments, run
 from bench.port import free_port
 
@@ -14,8 +13,8 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     results = mp.get_context("spawn").SimpleQueue()
     mp.spawn(run.run, (args, free_port(), results), nprocs=args.ranks)
-    result = results.get() | dict(torch=torch.__version__, arguments=vars(args) | dict(json=None))
-    print("\n\n".join(filter(None, (measured.pipeline(result), measured.sleeping(result)))))
+    result = results.get() | dict(machine=machine.here(), arguments=vars(args) | dict(json=None))
+    print("\n\n".join(filter(None, (measured.pipeline([result]), measured.sleeping(result)))))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1))
 

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import tpfuse
+from bench import machine
 from bench._parser import parser_of
 from bench.pipeline_fill import NEVER, Roots
 from bench.second_order import page
@@ -226,9 +227,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     rows = on_ranks(RANKS, everything, Options(args.steps, args.every, args.schedule, args.rates))
-    result = dict(
-        torch=torch.__version__, steps=args.steps, schedule=args.schedule, ranks=RANKS, batch=BATCH, rows=rows
-    )
+    result = dict(machine=machine.here(), steps=args.steps, schedule=args.schedule, ranks=RANKS, batch=BATCH, rows=rows)
     print(page.table_of(result))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import documents
-from bench.measured import NOT_YET, whole_result
+from bench.measured import NOT_YET, whole_result, with_machines
 
 PAGE = documents.DOCS / "pipeline.md"
 PICTURE = documents.DOCS / "second_order.png"
@@ -79,7 +79,7 @@ def parts() -> dict[str, str]:
     """Returns the text of each part of the page by its name."""
     result = whole_result("second_order")
     picture = f"\n\n![Held-out bits over steps and planned seconds]({PICTURE.name})" if result else ""
-    return {"second order": table_of(result) + picture}
+    return {"second order": with_machines(table_of(result), [result]) + picture}
 
 
 def main() -> None:

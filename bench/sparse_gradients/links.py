@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from bench import documents
+from bench import documents, machine
 from bench._link import End, at_rates, of_ranks
 from bench.overlap import seconds
 from bench.sparse_gradients import UNTIMED, arguments, page
@@ -110,5 +110,5 @@ def main(argv: list[str] | None = None) -> None:
     for ranks in args.ranks:
         rows += at_rates(args.rate, ranks, lambda gbit, ends: measure(args, gbit, ends))
     if args.json:
-        result = dict(torch=torch.__version__, arguments=vars(args) | dict(json=None), rows=rows)
+        result = dict(machine=machine.here(), arguments=vars(args) | dict(json=None), rows=rows)
         args.json.write_text(json.dumps(result, indent=1))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import documents
-from bench.measured import NOT_YET, whole_result
+from bench.measured import NOT_YET, whole_result, with_machines
 
 PAGE = documents.DOCS / "training.md"
 PICTURE = documents.DOCS / "sparse_gradients.svg"
@@ -82,7 +82,8 @@ def parts() -> dict[str, str]:
     """The name of each part of the page -> its text."""
     trained = whole_result("sparse_training")
     picture = f"\n\n![Held-out bits over steps and bytes]({PICTURE.name})" if trained else ""
-    return {"links": links(whole_result("sparse_gradients")), "training": training(trained) + picture}
+    sent = whole_result("sparse_gradients")
+    return {"links": with_machines(links(sent), [sent]), "training": training(trained) + picture}
 
 
 def main() -> None:
