@@ -190,7 +190,7 @@ def main(argv: list[str] | None = None) -> int:
     rows = measure(args.rounds)
     print(host(rows))
     if args.json is not None:
-        args.json.write_text(json.dumps(dict(machine=machine.here(), rows=rows), indent=1) + "\n")
+        args.json.write_text(json.dumps(dict(machine=machine.this_machine(), rows=rows), indent=1) + "\n")
     return 0
 
 

@@ -12,7 +12,7 @@ from tpfuse.kernels.runtime.processor import LIMITS, order_of_sums
 Machine = Mapping[str, Any]
 
 
-def here() -> dict[str, Any]:
+def this_machine() -> dict[str, Any]:
     """Returns what decides a result beside the code: values of JSON, by their names."""
     order = order_of_sums()
     return {

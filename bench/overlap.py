@@ -377,7 +377,7 @@ def main() -> None:
         rows = run(args, unshaped(args.tp), False)
     if args.json:
         with open(args.json, "w") as file:
-            json.dump(dict(machine=machine.here(), arguments=vars(args), rows=rows), file, indent=1)
+            json.dump(dict(machine=machine.this_machine(), arguments=vars(args), rows=rows), file, indent=1)
     if args.plot:
         plot(rows, args.plot)
 

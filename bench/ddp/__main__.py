@@ -12,7 +12,7 @@ def main(argv: list[str] | None = None) -> None:
     rows = []
     for ranks in args.ranks:
         rows += at_rates(args.rate, ranks, lambda gbit, ends: run.measure(args, gbit, ends))
-    result = dict(machine=machine.here(), arguments=vars(args) | dict(json=None), rows=rows)
+    result = dict(machine=machine.this_machine(), arguments=vars(args) | dict(json=None), rows=rows)
     print("\n\n".join((page.overlap(result), page.settings(result))))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1))

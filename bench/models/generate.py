@@ -224,7 +224,7 @@ def main() -> None:
         started.join()
     print(generate(rows))
     if args.json:
-        Path(args.json).write_text(json.dumps(dict(machine=machine.here(), rows=rows), indent=1) + "\n")
+        Path(args.json).write_text(json.dumps(dict(machine=machine.this_machine(), rows=rows), indent=1) + "\n")
 
 
 def _next(results: Any, started: Any) -> dict[str, Any] | None:

@@ -328,7 +328,7 @@ def main() -> None:
     args = arguments()
     results = mp.get_context("spawn").SimpleQueue()
     mp.spawn(run, (args, free_port(), results), nprocs=args.tp)
-    result = results.get() | dict(machine=machine.here(), arguments=vars(args))
+    result = results.get() | dict(machine=machine.this_machine(), arguments=vars(args))
     print(table(result))
     if args.json:
         with open(args.json, "w") as file:

@@ -13,7 +13,7 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     results = mp.get_context("spawn").SimpleQueue()
     mp.spawn(run.run, (args, free_port(), results), nprocs=args.ranks)
-    result = results.get() | dict(machine=machine.here(), arguments=vars(args) | dict(json=None))
+    result = results.get() | dict(machine=machine.this_machine(), arguments=vars(args) | dict(json=None))
     print("\n\n".join(filter(None, (measured.pipeline([result]), measured.sleeping(result)))))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1))

@@ -227,7 +227,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     rows = on_ranks(RANKS, everything, Options(args.steps, args.every, args.schedule, args.rates))
-    result = dict(machine=machine.here(), steps=args.steps, schedule=args.schedule, ranks=RANKS, batch=BATCH, rows=rows)
+    result = dict(
+        machine=machine.this_machine(), steps=args.steps, schedule=args.schedule, ranks=RANKS, batch=BATCH, rows=rows
+    )
     print(page.table_of(result))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1))

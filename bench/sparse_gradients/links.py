@@ -110,5 +110,5 @@ def main(argv: list[str] | None = None) -> None:
     for ranks in args.ranks:
         rows += at_rates(args.rate, ranks, lambda gbit, ends: measure(args, gbit, ends))
     if args.json:
-        result = dict(machine=machine.here(), arguments=vars(args) | dict(json=None), rows=rows)
+        result = dict(machine=machine.this_machine(), arguments=vars(args) | dict(json=None), rows=rows)
         args.json.write_text(json.dumps(result, indent=1))

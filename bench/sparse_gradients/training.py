@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> None:
         logs[name] = log_of(args, setting)
     dense = max(record.get("bytes_sent", 0) for log in logs.values() for record in log)  # of a warm-up step
     rows = [row_of(name, log, dense) for name, log in logs.items()]
-    result = dict(machine=machine.here(), steps=args.steps, rate=args.rate, replicas=REPLICAS, rows=rows)
+    result = dict(machine=machine.this_machine(), steps=args.steps, rate=args.rate, replicas=REPLICAS, rows=rows)
     print(page.training(result))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1))

@@ -27,7 +27,8 @@ def test_a_column_for_each_kind_of_processor_and_the_claims_that_flip(tmp_path, 
     column = "tokens/s relative to DTensor (quartiles)"
     assert f"| {column}: Some CPU, AVX512 amx_bf16 | {column}: Some CPU, limited to AVX2 |" in lines[0]
     assert "| fp32 | 0 | tpfuse fastest | 1.10 (1.00 to 1.20) | 0.90 (0.80 to 1.00) | 34.0 | 100 |" in lines
-    assert "Measured on: Some CPU, AVX512 amx_bf16, 8 cores, torch 2.13, 2026-01-02; Some CPU, limited to AVX2" in lines[5]
+    where = "Some CPU, AVX512 amx_bf16, 8 cores, torch 2.13, 2026-01-02; Some CPU, limited to AVX2"
+    assert lines[5].startswith(f"Measured on: {where}")
     assert lines[-1] == "Above 1 on one kind of processor and below it on another: fp32 0 tpfuse fastest."
 
 
@@ -38,8 +39,8 @@ def test_one_result_has_one_column_and_says_where_it_was_measured():
 
 
 def test_a_limit_of_the_instructions_is_said():
-    code = "from bench import machine; here = machine.here(); print(here['limits'], machine.kind(here))"
+    code = "from bench import machine; m = machine.this_machine(); print(m['limits'], machine.kind(m))"
     limit = os.environ | dict(ATEN_CPU_CAPABILITY="default")
     told = subprocess.run([sys.executable, "-c", code], env=limit, capture_output=True, text=True, check=True).stdout
     assert "{'ATEN_CPU_CAPABILITY': 'default'}" in told and "limited to" in told
-    assert {"processor", "cores", "date", "libraries"} <= machine.here().keys()
+    assert {"processor", "cores", "date", "libraries"} <= machine.this_machine().keys()
