@@ -178,7 +178,7 @@ def test_bits_over_replicas(ranks, name, dp, R, sp):
 
 
 def undivided(right, work, total):
-    return right(work._replace(replicas=1), total)
+    return right(work._replace(divisor=1), total)
 
 
 def test_gradients_that_are_not_divided_are_seen(ranks):

@@ -106,7 +106,7 @@ def test_bits_are_those_of_one_process(ranks, name, dp, tp, sp, dtype):
 
 
 def undivided(right, work):
-    return right(work._replace(replicas=1))
+    return right(work._replace(divisor=1))
 
 
 @pytest.mark.parametrize("target, mistake, wrong", [

@@ -34,7 +34,7 @@ from tpfuse.kernels import Routing
 from tpfuse.layers import ExpertBalance, ParallelMoE
 from tpfuse.models import GPT
 from tpfuse.models.files import source
-from tpfuse.pipeline.placement import Stage
+from tpfuse.pipeline import Stage, schedule
 from tpfuse.tools.ledger import state_bytes
 from tpfuse.training.checkpoint.replicas import check_replicas, watch_replicas
 
@@ -154,7 +154,7 @@ def test_training_is_that_of_one_process(ranks, one, wrap, dp, tp, kind, micro, 
 
 
 def undivided(right, work):
-    return right(work._replace(replicas=1))
+    return right(work._replace(divisor=1))
 
 
 def test_a_mistake_is_seen(ranks, one):
@@ -398,13 +398,15 @@ def test_a_replica_without_samples(ranks, one):
 def refused(world):
     model, mesh = made(world, 2)
     tp = TensorParallel(mesh["tp"], sequence_parallel=True)
-    both = mesh["dp", "tp"]
+    both, pipeline = mesh["dp", "tp"], world.stages(1, 2, 2)["pp"]
     dense = replace(CONFIG, num_experts=None, experts_per_token=None, shared_size=None, shared_gate=False)
     actions = {
         "no dp": lambda: GPT(CONFIG, tp=tp, experts=both),
         "dense": lambda: GPT(dense, tp=tp, dp=mesh["dp"], experts=both),
         "sizes": lambda: GPT(replace(CONFIG, num_experts=6), tp=tp, dp=mesh["dp"], experts=both),
-        "stages": lambda: GPT(CONFIG, tp=tp, dp=mesh["dp"], experts=both, stage=Stage(0, 1)),
+        "stages": lambda: schedule(
+            GPT(CONFIG, tp=tp, dp=mesh["dp"], experts=both, stage=Stage(0, 1)), pipeline, "1f1b", 2, bitwise=True
+        ),
         "ddp": lambda: DistributedDataParallel(model, process_group=mesh["dp"].get_group()),
         "data_parallel": lambda: data_parallel(ParallelMoE(8, 6, 4, Routing(2), experts=mesh["tp"]), mesh["dp"]),
         "micro-batches": lambda: data_parallel(model, mesh["dp"], bitwise_micro_batches=4),
@@ -421,7 +423,7 @@ REFUSED = {
     "no dp": "GPT: experts are divided among replicas",
     "dense": "GPT: experts= needs experts, got num_experts=None",
     "sizes": "ParallelMoE: num_experts=6 is not divisible by expert-parallel size 4; use 1, 2, 3 or 6",
-    "stages": "GPT: experts over replicas are not built for pipeline stages",
+    "stages": "pipeline 1f1b: bitwise is not built for experts over replicas",
     "ddp": "DistributedDataParallel: .*experts are divided among the replicas; use tpfuse.data_parallel",
     "data_parallel": r"data_parallel: fc1 is divided among replicas \[., .\], and dp here is \[., .\]",
     "micro-batches": "data_parallel: bitwise_micro_batches=4 is not built for experts over replicas",
