@@ -37,7 +37,8 @@ Selected = tuple[Tensor, Tensor, Tensor]  # index, value, count
 
 
 def select_large_ref(x: Tensor, threshold: float, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    (every,) = torch.nonzero((x.to(acc_dtype(x)).abs() >= threshold) & (x != 0), as_tuple=True)
+    magnitude = x.to(acc_dtype(x)).abs()
+    (every,) = torch.nonzero(magnitude >= threshold if threshold > 0 else magnitude > 0, as_tuple=True)
     index, n = every[:most], x.shape[0]
     rest = 0, most - len(index)
     return pad(index, rest, value=n), pad(x[index], rest), index.new_full((), len(every))

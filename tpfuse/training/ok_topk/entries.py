@@ -8,6 +8,8 @@ from torch import Tensor
 
 from ...kernels import select_large
 
+_SAMPLE, _SAMPLED = 1 << 16, 1 << 8  # entries of a sample at least, and how many of them the k largest are to be
+
 
 @dataclass(frozen=True, slots=True)
 class Entries:
@@ -42,11 +44,35 @@ def largest(x: Tensor, k: int) -> tuple[Entries, float]:
     which on they are."""
     if k >= len(x):
         return above(x, 0.0, len(x))[0], 0.0
-    threshold = float(torch.kthvalue(x.abs(), len(x) - k + 1).values)
-    entries, count = above(x, threshold, k)
-    if count > k:
-        entries, _ = above(x, threshold, count)
+    entries = _candidates(x, k)
+    if entries is None:
+        threshold = _kth_of(x.abs(), k)
+        entries, count = above(x, threshold, k)
+        if count > k:
+            entries, _ = above(x, threshold, count)
+    else:
+        magnitude = entries.value.abs()
+        threshold = _kth_of(magnitude, k)
+        entries = entries[magnitude >= threshold]
+    if len(entries) > k:
         equal = entries.value.abs() == threshold
-        spare = k - (count - int(equal.sum()))  # of the equal ones
+        spare = k - int((~equal).sum())  # of the equal ones
         entries = entries[~equal | (equal.cumsum(0) <= spare)]
     return entries, threshold
+
+
+def _candidates(x: Tensor, k: int) -> Entries | None:
+    """Returns k to 2 k entries of which the k largest are, found by the magnitudes of a sample; None if the sample does
+    not tell, or is not much less than all.  The k-th largest of all takes many times as long as reading them."""
+    n = len(x)
+    step = n // max(_SAMPLE, _SAMPLED * n // k)
+    if step < 4:
+        return None
+    sample = x[::step].abs()
+    threshold = _kth_of(sample, min(-(-3 * k * len(sample) // (2 * n)), len(sample)))
+    entries, count = above(x, threshold, 2 * k)
+    return entries if k <= count <= 2 * k else None
+
+
+def _kth_of(magnitude: Tensor, k: int) -> float:
+    return float(torch.kthvalue(magnitude, len(magnitude) - k + 1).values)
