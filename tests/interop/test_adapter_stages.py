@@ -17,7 +17,7 @@ from tpfuse import TensorParallel, add_lora, load_adapter, save_adapter
 from tpfuse.layers.shards import named_specs
 from tpfuse.pipeline import schedule
 
-ALL, SOME = ["qkv", "out", "fc1", "fc2"], ["h.1.attn.c_attn", "h.3.mlp.c_proj"]
+ALL, SOME = ["qkv", "out", "fc1", "fc2"], ["h.0.attn.c_attn", "h.3.mlp.c_proj"]
 
 
 def staged(world, layout, name, kind):
