@@ -57,6 +57,13 @@ def named_specs(module: nn.Module) -> Iterator[tuple[str, Spec, TensorParallel]]
         yield unwrapped_name(name), *owner
 
 
+def same_on_replicas(module: nn.Module) -> list[nn.Parameter]:
+    """Returns the parameters of which every replica holds the same: all but those of experts that are divided among
+    replicas, whose gradients are of the rows of all."""
+    placed = zip(named_specs(module), module.parameters(), strict=True)
+    return [p for (*_, tp), p in placed if tp.replicas == 1]
+
+
 def living() -> list[nn.Module]:
     """Returns the parallel modules that are alive."""
     return list(_alive)

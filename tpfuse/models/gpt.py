@@ -62,7 +62,8 @@ class GPT(Model):
     of ``tp``.  Every replica then makes the same calls, of as many rows as it has.  A bare backward() leaves complete
     gradients of experts, those of the mean of the replicas' losses: what :func:`tpfuse.data_parallel`, or ``reduce`` of
     a MainGrad, makes of all others.  Where the loss is a mean over all labels of all replicas, ``loss_normalizer`` is
-    therefore their number over the number of replicas, as under data parallelism without it.
+    therefore their number over the number of replicas, as under data parallelism without it.  With ``stage`` they are
+    sums, since the loss of a pipeline's step is one over all replicas.
 
     ``balance``: a :class:`tpfuse.layers.ExpertBalance`, the loss that keeps experts equally busy, which a call with
     labels adds to the cross entropy; default: transformers', where config.json asks for it.  It is weighed as the cross

@@ -123,12 +123,12 @@ class Model(nn.Module):
         self._replicas = Agreement(Header(name, axis="expert-parallel"), each_call=True)
         if experts is not None:
             self.groups.experts = expert_ranks(name, experts, self.tp)
-            self._check_experts(stage)
+            self._settle_experts(stage)
         self._number = next_number(self.tp.call_group)
         self.saving, self._full = saving_of(name, saving, recompute), False
         self.stages = ModelStages(name, config, stage, head=bool(options.get("lm_head") or options.get("masked_lm")))
 
-    def _check_experts(self, stage: Stage | tuple[Any, ...] | None) -> None:
+    def _settle_experts(self, stage: Stage | tuple[Any, ...] | None) -> None:
         """Settles what gradients of experts over replicas are; ValueError in a model that cannot have them."""
         name, ranks = type(self).__name__, self.groups.experts.replica_ranks
         if self.groups.experts.replicas == 1:

@@ -178,7 +178,8 @@ class ModelStages:
     # ---- a step over a pipeline ----
 
     def run(self, model: StagedModel, chunk: Chunk, x: Tensor | None, batch: Batch) -> Tensor:
-        """Runs one stage: this rank's h [m, D] of the stage before (the first takes none) -> its own, or the loss."""
+        """Runs one stage: this rank's h [m, D] of the stage before (the first takes none) -> h [m, D], or of the last
+        stage the loss."""
         h, normed = model._embedded(batch) if chunk.is_first else self._received(model, chunk, x)
         blocks = [model.blocks[layer] for layer in chunk.layers]
         h, normed = run_blocks(blocks, h, normed, states=None, full=model.recompute == FULL, call=batch.call)

@@ -1,4 +1,4 @@
-"""Parameters that two ranks of a pipeline hold, and the sum of their gradients; those that no replica shares."""
+"""Parameters that two ranks of a pipeline hold, and the sum of their gradients."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,18 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..layers.shards import named_specs
-
 
 def copied(staged: Any) -> list[nn.Parameter]:
     """Returns the parameters that the opposite rank holds too: all of a second chain's, or a tied embedding."""
     return [p for name, p in staged.named_parameters() if staged.stages.copies_of(name) == 2]
-
-
-def divided_among_replicas(staged: Any) -> set[nn.Parameter]:
-    """Returns the experts' parameters of which each replica holds others, with gradients of the rows of all."""
-    placed = zip(named_specs(staged), staged.parameters(), strict=True)
-    return {p for (*_, ranks), p in placed if ranks.replicas > 1}
 
 
 def sum_copies(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:

@@ -18,12 +18,13 @@ from ..kernels.runtime.leaves import tree
 from ..kernels.runtime.main_grad import GradientSlot, main_grads
 from ..kernels.runtime.op import autocast
 from ..layers.module import mark_of, module_state
+from ..layers.shards import same_on_replicas
 from ..ranks.agreement import Agreement, Header, described, next_number, raise_everywhere
 from ..ranks.messages import attempt, together
 from . import failures
 from .action import FORWARD, KINDS
 from .bubbles import Filler, Filling
-from .copies import copied, divided_among_replicas, sum_copies
+from .copies import copied, sum_copies
 from .placement import Chunk
 from .runtime import ChunkStage, Passes, Runtime, Shapes
 from .schedules import EVERY, Order
@@ -254,9 +255,8 @@ class Pipeline:
             p.grad = total
         sum_copies([_gradient(p) for p in copied(self.model) if p.requires_grad], self.group)
         if (dp := self._dp) is not None and self.trees is None:
-            of_experts = divided_among_replicas(self.model)
-            summed = [p for p in self.model.parameters() if not (p in of_experts or is_shard(p, dp))]
-            gradients = [_gradient(p) for p in summed if p.requires_grad]
+            summed = [p for p in same_on_replicas(self.model) if p.requires_grad and not is_shard(p, dp)]
+            gradients = [_gradient(p) for p in summed]
             for message in [dist.all_reduce(grad, group=dp, async_op=True) for grad in gradients]:
                 message.wait()
         for p, grad in earlier.items():

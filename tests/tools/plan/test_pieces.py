@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tpfuse.layers import ParallelMoE
 from tpfuse.models import BertConfig, GPTConfig, config_from_hf
 from tpfuse.pipeline.action import KINDS
 from tpfuse.pipeline.placement import Stage
@@ -71,9 +70,6 @@ def ran(job, split, layers):
     with fake_world(split.tp, split.expert_replicas, cp=split.cp) as mesh:
         stage = Stage(0, 1, "interleaved", len(layers), layers) if len(layers) > 1 else None
         model = planned_model(job.config, plan, mesh, stage)
-        for layer in model.modules():
-            if isinstance(layer, ParallelMoE) and split.pp == 1:
-                layer.experts = layer.experts.with_divisor(split.expert_replicas)
         for p in model.parameters():
             p.grad = torch.empty_like(p)
         chunks = model.stages.chunks
@@ -146,7 +142,8 @@ MIXED = [
     ({}, Split(tp=4, micro_batch=2, schedule="zbv", pp=2), (1, 1, 2)),
     (dict(norm="rms", branch_norm=True), Split(tp=2, micro_batch=3, saving="smallest"), (3, 1)),
     (dict(parallel_residual=True), Split(tp=2, micro_batch=3, full=True), (4,)),
-    ({}, Split(4, 2, micro_batch=2, full=True, over_replicas=True), (2, 2)),
+    ({}, Split(4, 2, 2, micro_batch=2, full=True, over_replicas=True), (2, 2)),
+    ({}, Split(2, 2, micro_batch=3, over_replicas=True), (4,)),
 ]
 
 

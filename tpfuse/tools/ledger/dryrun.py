@@ -18,7 +18,7 @@ from ...collectives import reduced_bytes
 from ...kernels.runtime.errors import check
 from ...layers.expert_sizes import ExpertSizes
 from ...layers.shapes import MoEShape
-from ...layers.shards import named_specs
+from ...layers.shards import same_on_replicas
 from ...models.config.model import ModelConfig
 from ...models.model import Model
 from ...parallel import TensorParallel
@@ -214,12 +214,11 @@ def expert_ranks_of(mesh: DeviceMesh, tp: TensorParallel) -> TensorParallel:
 
 def held_by(model: Model, plan: Plan) -> RankMemory:
     """Returns the memory of this rank's part of a model."""
-    pairs = zip(named_specs(model), model.parameters(), strict=True)
-    averaged: list[Tensor] = [p for (*_, tp), p in pairs if tp.replicas == 1]
+    averaged: list[Tensor] = [*same_on_replicas(model)]
     ring = lambda n: (n - 1) / n
     buckets = bucket_count(averaged, BUCKETS) if plan.dp > 1 else 0
     state = functools.partial(state_bytes, model, dp=plan.dp, optimizer=plan.optimizer)
-    gradients = sum(p.numel() * p.element_size() for p in averaged)
+    gradients = sum(p.nbytes for p in averaged)
     return RankMemory(
         parameters=sum(p.numel() for p in model.parameters()),
         state=state(),

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ...kernels.norm import KINDS
 from ...layers.block import SAVING
 from ...layers.expert_sizes import ExpertSizes
-from ...layers.shards import named_specs
+from ...layers.shards import same_on_replicas
 from ...layers.wiring import INNER, Branch, Join, norm_names, steps_at
 from ...models.config.model import ModelConfig
 from .shapes import Shape, check_imbalance
@@ -214,7 +214,7 @@ def state_bytes(
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"state_bytes: optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
     parameters = list(model.parameters())
-    experts = {p for (*_, tp), p in zip(named_specs(model), parameters, strict=True) if tp.replicas > 1}
+    experts = set(parameters) - set(same_on_replicas(model))
     share = lambda p: -(-len(p) // dp) * math.prod(p.shape[1:]) if sharded and p not in experts else p.numel()
     bytes_of = lambda size: sum(share(p) * size(p.element_size()) for p in parameters)
     weights = bytes_of(lambda size: size)

@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ...kernels.runtime.deferred import WeightGradients
-from ...layers.shards import named_specs
+from ...layers.shards import same_on_replicas
 from ...models.config.model import ModelConfig
 from ...models.model import Model
 from ...pipeline.action import BACKWARD, FORWARD, INPUT, WEIGHT, Action
@@ -173,9 +173,8 @@ def _rank(config: ModelConfig, plan: Plan, pipe: Pipe, rank: int) -> RankRun:
         model = planned_model(config, plan, mesh, stage)
         split = schedule is not None and schedule.split
         stages = {(c.chain, c.stage): _stage(model, c, plan, split=split) for c in model.stages.chunks}
-        placed = list(zip(named_specs(model), model.parameters(), strict=True))
-        copied = [p.nbytes for (name, *_), p in placed if model.stages.copies_of(name) == 2]
-        summed = [p.nbytes for (*_, ranks), p in placed if ranks.replicas == 1]
+        copied = [p.nbytes for name, p in model.named_parameters() if model.stages.copies_of(name) == 2]
+        summed = [p.nbytes for p in same_on_replicas(model)]
         versions, state = actions.versions, state_bytes(model, optimizer=plan.optimizer)
         return RankRun(
             rank,

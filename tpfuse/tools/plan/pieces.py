@@ -29,7 +29,7 @@ from torch import nn
 from ...kernels.runtime.errors import check
 from ...kernels.runtime.launch import pretending
 from ...layers.moe import ParallelMoE
-from ...layers.shards import named_specs
+from ...layers.shards import same_on_replicas
 from ...models.config.model import ModelConfig
 from ...models.model import Model
 from ...pipeline.action import KINDS
@@ -217,9 +217,10 @@ def piece_shapes(job: Job, split: Split) -> PieceShapes:
     with fake_world(split.tp, split.expert_replicas) as mesh:
         stages = [None, *(Stage(r, 3, layers=(1, 1, 1)) for r in range(3))]
         models = (planned_model(with_layers(job.config, 3), plan, mesh, stage) for stage in stages)
-        unsplit, *ends = (_shapes(_not_divided(model)) for model in models)
-        of_kind = {kind: planned_model(_alike(job.config, kind, 1), plan, mesh).blocks[0] for kind in kinds}
-    blocks = {kind: _shapes(_not_divided(block)) for kind, block in of_kind.items()}
+        unsplit, *ends = (_shapes(same_on_replicas(model)) for model in models)
+        alone = {kind: planned_model(_alike(job.config, kind, 1), plan, mesh) for kind in dict.fromkeys(kinds)}
+    of_kind = {kind: model.blocks[0] for kind, model in alone.items()}
+    blocks = {kind: _shapes(same_on_replicas(block)) for kind, block in of_kind.items()}
     experts = {kind: sum(p.numel() for p in block.parameters()) for kind, block in of_kind.items()}
     block = next(iter(blocks.values()))
     embedding, border, end = (_less(shapes, block) for shapes in ends)
@@ -235,12 +236,6 @@ def piece_shapes(job: Job, split: Split) -> PieceShapes:
         border=border,
         shared=_less(untied, unsplit),
     )
-
-
-def _not_divided(module: nn.Module) -> list[nn.Parameter]:
-    """Returns the parameters of which every replica holds the same."""
-    specs = zip(named_specs(module), module.parameters(), strict=True)
-    return [p for (*_, ranks), p in specs if ranks.replicas == 1]
 
 
 def _shapes(parameters: Iterable[nn.Parameter]) -> ShapeCounts:
