@@ -7,6 +7,7 @@ python -m bench.measured
 import itertools
 import json
 import pathlib
+from collections.abc import Callable
 
 from bench import documents, machine
 from bench.documents import table
@@ -17,6 +18,7 @@ README = documents.DOCS.parent / "README.md"
 RESULTS = pathlib.Path(__file__).with_name("results")
 COMMAND = "bench.measured"
 NOT_YET = "not measured yet"
+Case = tuple[str, ...]  # cells that tell the rows of a table apart
 TIMED = dict(events="launched from Python", graph="as a CUDA graph")
 
 
@@ -195,9 +197,17 @@ def of_kinds(name: str) -> list[dict]:
     return [whole_result(path.stem) for path in paths]
 
 
-def quartiles(values: list[float]) -> str:
+def quartiles(values: list[float] | None) -> str:
+    if values is None:
+        return NOT_YET
     low, mid, high = values
     return f"{mid:.2f} ({low:.2f} to {high:.2f})"
+
+
+def speeds_of(kinds: list[dict], of_case: Callable[[dict], Case]) -> dict[Case, list[list[float] | None]]:
+    """Returns the quartiles of each case of the first result on each kind of processor; None where they are missing."""
+    each = [{of_case(row): row["speed"] for row in result["rows"]} for result in kinds]
+    return {case: [speeds.get(case) for speeds in each] for case in each[0]}
 
 
 def train_step(kinds: list[dict]) -> str:
@@ -205,14 +215,10 @@ def train_step(kinds: list[dict]) -> str:
     heads = "dtype", "attention dropout", "", *machine.heads("tokens/s relative to DTensor (quartiles)", kinds)
     heads += "saved bytes / sbh, per layer and rank", "peak memory of a step, MiB"
     of_case = lambda row: (row["dtype"], f"{row['attention_dropout']:g}", row["provider"])
-    speeds = [{of_case(row): row["speed"] for row in result["rows"]} for result in kinds]
-    lines, claims = [], {}
-    for row in kinds[0]["rows"]:
-        each = [by_case.get(of_case(row)) for by_case in speeds]
-        memory = f"{row['saved_sbh']:.1f}", f"{row['peak_rss_mib']:.0f}"
-        lines.append((*of_case(row), *(quartiles(speed) if speed else NOT_YET for speed in each), *memory))
-        if row["provider"].startswith("tpfuse"):
-            claims[" ".join(of_case(row))] = [speed[1] for speed in each if speed]
+    speeds = speeds_of(kinds, of_case)
+    memory = {of_case(row): (f"{row['saved_sbh']:.1f}", f"{row['peak_rss_mib']:.0f}") for row in kinds[0]["rows"]}
+    lines = [(*case, *map(quartiles, each), *memory[case]) for case, each in speeds.items()]
+    claims = {" ".join(c): [q[1] for q in each if q] for c, each in speeds.items() if c[2].startswith("tpfuse")}
     return with_machines(table(heads, lines), kinds, claims)
 
 
@@ -269,15 +275,12 @@ def pipeline(kinds: list[dict]) -> str:
         return f"Training under each schedule: {NOT_YET}."
     heads = "schedule", "", *machine.heads("tokens/s over tpfuse's 1F1B (quartiles)", kinds)
     of_case = lambda row: (row["schedule"], row["provider"])
-    speeds = [{of_case(row): row["speed"] for row in result["rows"]} for result in kinds]
-    lines, claims = [], {}
+    speeds, lines, claims = speeds_of(kinds, of_case), [], {}
     for row in sorted(kinds[0]["rows"], key=lambda row: row["bubble"], reverse=True):
-        each = [by_case.get(of_case(row)) for by_case in speeds]
-        memory = f"{100 * row['bubble']:.1f}", f"{row['saved_bytes'] / 2**20:.1f}"
-        lines.append((*of_case(row), *(quartiles(speed) if speed else NOT_YET for speed in each), *memory))
-        ours, theirs = ((row["schedule"], who) for who in ("tpfuse", "torch"))
-        both = [by_case for by_case in speeds if {ours, theirs} <= by_case.keys()]
-        claims[f"{row['schedule']}, tpfuse over torch"] = [by_case[ours][1] / by_case[theirs][1] for by_case in both]
+        each, memory = speeds[of_case(row)], (f"{100 * row['bubble']:.1f}", f"{row['saved_bytes'] / 2**20:.1f}")
+        lines.append((*of_case(row), *map(quartiles, each), *memory))
+        both = zip(speeds.get((row["schedule"], "tpfuse"), ()), speeds.get((row["schedule"], "torch"), ()))
+        claims[f"{row['schedule']}, tpfuse over torch"] = [a[1] / b[1] for a, b in both if a and b]
     text = table((*heads, "bubble %, simulated", "saved at the peak, MiB"), lines)
     return with_machines(text, kinds, claims)
 
@@ -314,11 +317,12 @@ def whole_result(name: str) -> dict:
 
 def parts() -> dict[str, str]:
     """The name of each table of the page -> its text."""
+    slept = whole_result("pipeline")
     tables = {
         "train_step": train_step(of_kinds("train_step")),
         "gpu": gpu(reports()),
         "pipeline": pipeline(of_kinds("pipeline")),
-        "sleeping": sleeping(whole_result("pipeline")),
+        "sleeping": with_machines(sleeping(slept), [slept.get("sleeping", {})]),
     }
     of_one_kind = dict(generate=generate, host=host, overlap=overlap, overlap_wide=overlap)
     return tables | {
