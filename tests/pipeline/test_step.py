@@ -93,6 +93,8 @@ def test_experts_over_ranks_of_a_stage(ranks, name, sp):
         ((2, 2, 1), "chimera", {}),
         ((2, 2, 1), "interleaved", dict(saving="smallest", balance=ExpertBalance("sequence", 0.5, 0.1))),
         ((2, 2, 1), "zero-bubble", dict(lora=True)),
+        pytest.param((2, 2, 1), "gpipe", {}, marks=pytest.mark.slow),
+        pytest.param((2, 2, 1), "dualpipev", {}, marks=pytest.mark.slow),
     ],
 )
 def test_experts_over_replicas(ranks, layout, name, options):
