@@ -39,9 +39,9 @@ def in_turn(world):
     model, wait, done = GPT(STEP_CONFIG, tp=make_tp(world)), threading.Event(), threading.Event()
     train = lambda: model(**CALL).loss.backward()
     other = Thread(
-        train, lambda: model.generate(CALL["input_ids"], max_new_tokens=2), done.set, lambda: wait.wait(60)
+        train, lambda: model.generate(CALL["input_ids"], max_new_tokens=2), done.set, lambda: wait.wait(100)
     )()
-    done.wait(60)
+    assert done.wait(100), other.error
     train()
     wait.set()
     return other.end()

@@ -1,12 +1,14 @@
 """Whole weight matrices for optimizers that need them, as Muon and Shampoo do."""
 
 import math
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..kernels.runtime.main_grad import refuse
 from ..layers.module import local
@@ -19,6 +21,15 @@ _MAIN_GRAD = (
     "WholeMatrices: the gradients are in main_grad, and the optimizer would step on weights that the model does not"
     " read; use it without a MainGrad"
 )
+
+
+_sources = WeakIdKeyDictionary()  # whole matrices -> references to the parameters whose memory they share
+
+
+def parameter_of_matrix(matrix: nn.Parameter) -> nn.Parameter | None:
+    """Returns the parameter that a whole matrix is of; None for any other tensor."""
+    reference: Any = _sources.get(matrix)
+    return None if reference is None else reference()
 
 
 class WholeMatrices:
@@ -57,6 +68,7 @@ class WholeMatrices:
             placement = Whole(_matrix_spec(spec), tp)
             matrix = nn.Parameter(_matrix(p.detach(), placement), requires_grad=p.requires_grad)
             self.sources[name] = p, placement, matrix
+            _sources[matrix] = weakref.ref(p)
 
     def parameters(self) -> list[nn.Parameter]:
         """Returns the matrices, for the optimizer."""

@@ -98,7 +98,7 @@ def test_without_the_optimizers_state_it_would_show(ranks, written, undisturbed)
 
 
 def forgetful(world, directory):
-    with planted("tpfuse.training.checkpoint.state.put_optimizer", lambda right, *args: None):
+    with planted("tpfuse.training.checkpoint.state.put_optimizers", lambda right, *args: None):
         return resume(world, directory, 6)
 
 

@@ -33,7 +33,7 @@ def save_as_version_1(directory, model, optimizer, step, extra=None):
     directory.mkdir(exist_ok=True)
     dcp.save(tensors, checkpoint_id=path, no_dist=alone)
     if alone or torch.distributed.get_rank() == 0:
-        groups = groups_of(entries_of(model), optimizer)
+        groups = groups_of(entries_of(model), [optimizer])
         meta = dict(version=1, step=step, extra=extra, param_groups=groups, seed=model.seed, model_step=int(model.step))
         (path / "meta.json").write_text(json.dumps(meta | dict(name=path.name), indent=1))
         (directory / "latest").write_text(path.name + "\n")

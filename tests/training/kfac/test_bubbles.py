@@ -156,16 +156,14 @@ def refusals(world):
     pipeline.fill(fill(timeline, work[:-1]))
     pipeline.step(ids, labels=labels)
     errors["dropped"] = said(kfac.step)
-    twice, pipeline, kfac, _ = staged(mesh, "chimera")
-    pipeline.step(ids, labels=labels)
-    errors["twice"] = said(lambda: kfac.work(pipeline))
+    errors["twice"] = said(lambda: staged(mesh, "chimera"))
     return errors
 
 
 def test_what_is_refused_says_why(ranks):
     words = {
         "early": "KFAC.work: make a step first, which tells the sizes of blocks.",
-        "twice": "KFAC.work: two ranks of the pipeline hold blocks.0.attention.qkv.weight",
+        "twice": "KFAC: two ranks of the pipeline hold blocks.0.attention.qkv.weight",
         "dropped": "filling has not all pieces of the latest KFAC.work",
     }
     check_said(ranks(2, refusals), words)

@@ -1,5 +1,6 @@
 """load_checkpoint: latest -> meta.json -> shards -> state; nothing changes before every rank has read everything."""
 
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from .folder import META, read_latest, warn_of_newer
 from .hooks import HookState, Reading, put_hook, read_hook
 from .meta import Meta, files_of, has_contents, opened, read_text
 from .pending import check_pending, read_pending
-from .pieces import Sources, Stored, check_apart, fill
+from .pieces import Sources, Stored, check_apart, check_count, fill
 from .ranks import Ranks, all_ranks
 from .shards import DTYPES, ShardReader, TensorEntry, parts, verify
 from .stages import held_elsewhere
@@ -26,17 +27,17 @@ from .stages import held_elsewhere
 def load_checkpoint(
     directory: str | Path,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: state.Optimizers | None = None,
     *,
     hook: OkTopk | None = None,
 ) -> tuple[int, Any] | None:
     """Restores the latest checkpoint in place; returns (step, extra), or None where there is none.
 
     The tensor-parallel, data-parallel and pipeline-parallel sizes and the schedule may differ from those that wrote it.
-    Without ``optimizer`` only the model is restored, and without ``hook`` no communication hook's residuals, of which a
-    warning tells; at another number of replicas each residual is the mean of those that were saved.  Every file's
-    checksum is compared.  Warnings say what else is not as it was and decides the last bits: versions, processor,
-    threads, sizes, schedule, overlap, dtype.
+    ``optimizer``: one, or a list in the order in which they were saved.  Without it only the model is restored, and
+    without ``hook`` no communication hook's residuals, of which a warning tells; at another number of replicas each
+    residual is the mean of those that were saved.  Every file's checksum is compared.  Warnings say what else is not as
+    it was and decides the last bits: versions, processor, threads, sizes, schedule, overlap, dtype.
 
     A gradient that waits, of training with gradients one step late, goes on waiting in what delays those of ``model``.
 
@@ -59,9 +60,10 @@ def load_checkpoint(
         if old and ranks.rank == 0:
             version1.warn(path)
         entries = state.entries_of(model)
-        wanted = _Wanted(model, entries, held_elsewhere(ranks, model, entries), optimizer, hook=hook)
+        optimizers = ranks.together(lambda: state.as_tuple(optimizer))
+        wanted = _Wanted(model, entries, held_elsewhere(ranks, model, entries), optimizers, hook=hook)
         ready = (_read_1 if old else _read)(checkpoint, wanted)
-        _put(checkpoint.meta, ready, model, optimizer)
+        _put(checkpoint.meta, ready, model, optimizers)
         put_hook(hook, ready.hook)
         if not old and ranks.rank == 0:
             warn_of_differences(path, checkpoint.meta["conditions"], conditions(model))
@@ -82,7 +84,7 @@ class _Wanted(NamedTuple):
     model: nn.Module
     entries: state.Entries
     elsewhere: set[str]  # parameters of other pipeline stages
-    optimizer: torch.optim.Optimizer | None
+    optimizers: tuple[torch.optim.Optimizer, ...]
     hook: OkTopk | None
 
 
@@ -113,12 +115,12 @@ def _check(checkpoint: _Checkpoint, stock: state.Stock, wanted: _Wanted) -> None
     state.check_model(path, wanted.entries, stock, wanted.elsewhere)
     if meta["version"] != 1:
         check_config(path, meta["config"], wanted.model)
-    if wanted.optimizer is not None:
-        kind = type(wanted.optimizer).__qualname__
+    if wanted.optimizers:
+        kind = state.kinds_of(wanted.optimizers)
         if meta.get("optimizer", kind) != kind:
             raise ValueError(f"the optimizer is {kind}, {path} was written with {meta['optimizer'][:60]}")
-        groups = state.groups_of(wanted.entries, wanted.optimizer)
-        state.check_numbers(path, meta["param_groups"])
+        groups = state.groups_of(wanted.entries, wanted.optimizers)
+        state.check_numbers(path, meta["param_groups"], wanted.optimizers)
         state.check_groups(path, groups, meta["param_groups"], wanted.elsewhere)
         check_pending(path, meta, wanted.model)
 
@@ -162,19 +164,21 @@ def _filled(checkpoint: _Checkpoint, stock: state.Stock, sources: Sources, wante
     path, meta, ranks = checkpoint
     for name, stored in sources.items():
         check_apart(f"{path}: {name}", stock[name][1], [(s.offset, s.size) for s in stored])
-    pieces = state.fresh(path, wanted.entries, stock, wanted.optimizer is not None)
+        check_count(path, name, sum(math.prod(s.size) for s in stored), math.prod(stock[name][1]))
+    owners = state.owners_of(wanted.optimizers)
+    pieces = state.fresh(path, wanted.entries, stock, owners)
     for piece in pieces.values():
         fill(path, piece, sources[piece.name])
     reading = Reading(path, meta, stock, sources, entries=wanted.entries, ranks=ranks)
     residuals, pending = read_hook(wanted.hook, reading), read_pending(reading)
-    return _LoadedState(pieces, state.optimizer_state(wanted.entries, pieces, wanted.optimizer), residuals, pending)
+    return _LoadedState(pieces, state.optimizer_state(wanted.entries, pieces, owners), residuals, pending)
 
 
-def _put(meta: Meta, ready: _LoadedState, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+def _put(meta: Meta, ready: _LoadedState, model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
     state.put_model(state.entries_of(model), ready.parameters)
-    if optimizer is not None:
-        state.put_optimizer(optimizer, ready.optimizer, meta["param_groups"])
+    if optimizers:
+        state.put_optimizers(optimizers, ready.optimizer, meta["param_groups"])
     if (delay := delay_of(model)) is not None:
-        delay.resume(ready.pending if optimizer is not None else None)
+        delay.resume(ready.pending if optimizers else None)
     if hasattr(model, "step"):
         model.seed, model.step = meta["seed"], torch.tensor(meta["model_step"], dtype=torch.int64)

@@ -135,5 +135,10 @@ def fill(path: object, target: Piece, stored: Sequence[Stored]) -> None:
             inside = tuple(slice(i - a, j - a) for (i, j), a in zip(overlap, target.offset, strict=True))
             target.local[inside].copy_(s.read(source))
             filled += math.prod(j - i for i, j in overlap)
-    if filled != target.local.numel():
-        raise OSError(f"{path}: {target.name} is not whole: {filled} of {target.local.numel()} elements are there")
+    check_count(path, target.name, filled, target.local.numel())
+
+
+def check_count(path: object, name: str, found: int, wanted: int) -> None:
+    """OSError where elements of a tensor are missing."""
+    if found != wanted:
+        raise OSError(f"{path}: {name} is not whole: {found} of {wanted} elements are there")

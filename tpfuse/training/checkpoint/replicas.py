@@ -28,7 +28,7 @@ from ...ranks.agreement import digest, is_checking
 from ...ranks.messages import channel, gather
 from ..data_parallel import replica_of
 from .pieces import Place
-from .state import entries_of, groups_of, pieces_of, unwrap
+from .state import Optimizers, as_tuple, entries_of, groups_of, owners_of, pieces_of, unwrap
 
 Bits = Mapping[Place, int]  # 8 bytes of a rank's pieces, by where they are
 _BLOCK = 1 << 16  # elements that are widened at a time: as much as a core's cache holds
@@ -96,7 +96,7 @@ class _Axis(NamedTuple):
     alike: str
 
 
-def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+def check_replicas(model: nn.Module, optimizer: Optimizers | None = None) -> None:
     """Compares the bits of all that several ranks hold of a model, and of its optimizer's state if that is given, and
     what decides the model's next call: its seed and step, dropout and the modes of its parts.
 
@@ -133,7 +133,7 @@ def _axes(model: nn.Module) -> list[_Axis]:
     return [_Axis(group, kind) for name, kind in names.items() if (group := resolve(name)).size() > 1]
 
 
-def _compared(model: nn.Module, optimizer: torch.optim.Optimizer | None, axis: _Axis) -> list[str]:
+def _compared(model: nn.Module, optimizer: Optimizers | None, axis: _Axis) -> list[str]:
     links = channel(axis.group)
     if links is None:
         return []
@@ -145,23 +145,25 @@ def _compared(model: nn.Module, optimizer: torch.optim.Optimizer | None, axis: _
     return differences(dict(zip(ranks, gather(mine, links), strict=True)))
 
 
-def bits_held(model: nn.Module, optimizer: torch.optim.Optimizer | None, kind: str) -> Bits:
+def bits_held(model: nn.Module, optimizer: Optimizers | None, kind: str) -> Bits:
     """Returns the bits of what other ranks of such an axis may hold too."""
     bits: dict[Place, int] = {}
+    optimizers = as_tuple(optimizer)
+    owners = owners_of(optimizers)
     copies_of = model.stages.copies_of if isinstance(model, Model) else lambda name: 1
     for name, entry in entries_of(model).items():
         _, spec, tp = entry
         if tp.replicas > 1 or (kind == "copied" and copies_of(name) == 1):  # no other rank holds it
             continue
-        for part in pieces_of({name: entry}, optimizer):
+        for part in pieces_of({name: entry}, owners):
             whole = part.local.shape == part.shape or spec.dim is None or spec.copies > 1
             if kind != "whole" or whole:
                 bits[part.name, part.offset] = bits_of(part.local)
     if isinstance(model, Model):
         state = {"whether the model trains": model.training} | model._decisive_state(staged=kind == "copied")
         bits |= {(name, ()): digest(value) for name, value in state.items()}
-    if optimizer is not None:
-        groups = groups_of(entries_of(model), optimizer)
+    if optimizers:
+        groups = groups_of(entries_of(model), optimizers)
         numbers = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         bits[_GROUPS, ()] = digest(json.dumps(numbers, default=str))
     return bits
@@ -173,7 +175,7 @@ def bits_held(model: nn.Module, optimizer: torch.optim.Optimizer | None, kind: s
 class _CallCount:
     """The calls of a model, of which every n-th compares."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, every: int):
+    def __init__(self, model: nn.Module, optimizer: Optimizers | None, every: int):
         self.model, self.optimizer, self.every = weakref.ref(model), optimizer, every
         self.calls = 0
 
@@ -186,7 +188,7 @@ class _CallCount:
             check_replicas(model, self.optimizer)
 
 
-def watch_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, every: int = 100) -> None:
+def watch_replicas(model: nn.Module, optimizer: Optimizers | None = None, *, every: int = 100) -> None:
     """Makes every ``every``-th call of a model in training, or step of its pipeline, begin with :func:`check_replicas`.
 
     Calls are counted, and not the optimizer's steps: a rank that left one out is found.  Every rank calls this, with

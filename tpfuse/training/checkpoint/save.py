@@ -12,7 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, overload
 
-import torch
 from torch import nn
 
 from ...layers.partial import warn_of_drift
@@ -33,7 +32,20 @@ from .ranks import Ranks, all_ranks
 from .replicas import SAME_BITS, bits_of, differences
 from .shards import NAMES, FileEntry, check_size, write_shard
 from .stages import check_stages, merged, stage_in
-from .state import Group, check_numbers, entries_of, groups_of, parameter_of, pieces_of, plain_names, unwrap
+from .state import (
+    Group,
+    Optimizers,
+    as_tuple,
+    check_numbers,
+    entries_of,
+    groups_of,
+    kinds_of,
+    owners_of,
+    parameter_of,
+    pieces_of,
+    plain_names,
+    unwrap,
+)
 
 _MODEL = "model."  # before the names of parameters
 _GROUPS = "param_groups"  # of meta.json: what pipeline stages have parts of
@@ -53,7 +65,7 @@ class _Save(NamedTuple):
 def save_checkpoint(
     directory: str | Path,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     *,
     step: int,
     extra: Any = None,
@@ -64,7 +76,7 @@ def save_checkpoint(
 def save_checkpoint(
     directory: str | Path,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     *,
     step: int,
     extra: Any = None,
@@ -74,7 +86,7 @@ def save_checkpoint(
 def save_checkpoint(
     directory: str | Path,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     *,
     step: int,
     extra: Any = None,
@@ -83,6 +95,8 @@ def save_checkpoint(
 ) -> Path | thread.Saving:
     """Writes ``directory``/step-..., then makes it the latest.  Every rank calls it; returns the path.
 
+    ``optimizer``: one, or a list of several that step each parameter once, as Muon and AdamW do.  Of whole matrices
+    (:class:`tpfuse.WholeMatrices`, :class:`tpfuse.KFAC`) their state is in the checkpoint once, of any shape.
     ``extra`` is the caller's own state (JSON values: sampler position, scheduler), the same on every rank.  ``hook``:
     the state of a communication hook, whose residuals are saved with it.
 
@@ -130,20 +144,20 @@ def save_checkpoint(
 # ---- the state ----
 
 
-def _collect(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, extra: Any) -> tuple[list[Piece], Meta]:
+def _collect(model: nn.Module, optimizer: Optimizers, step: int, extra: Any) -> tuple[list[Piece], Meta]:
     """Returns what is here of every tensor, and meta.json but for the files."""
     if type(step) is not int or step < 0:
         raise ValueError(f"step must be an integer from 0, got {step!r}")
-    entries = entries_of(model)
-    groups = groups_of(entries, optimizer)
+    entries, optimizers = entries_of(model), as_tuple(optimizer)
+    groups = groups_of(entries, optimizers)
     check_json("extra", extra)
     check_json("the optimizer's groups", groups)
-    check_numbers("the optimizer", groups)
-    meta = dict(version=VERSION, step=step, extra=extra, optimizer=type(optimizer).__qualname__)
+    check_numbers("the optimizer", groups, optimizers)
+    meta = dict(version=VERSION, step=step, extra=extra, optimizer=kinds_of(optimizers))
     meta |= dict(seed=int(getattr(model, "seed", 0)), model_step=int(getattr(model, "step", 0)))
     meta |= {"config": config_of(model), "conditions": conditions(model), _GROUPS: groups}
     copied = json.loads(json.dumps(meta))  # the caller's changes do not reach it
-    return pieces_of(entries, optimizer), copied
+    return pieces_of(entries, owners_of(optimizers)), copied
 
 
 class _Mine(NamedTuple):

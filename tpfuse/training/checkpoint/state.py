@@ -1,18 +1,21 @@
 """A model's and its optimizer's state as pieces of whole tensors by name, and back."""
 
-from collections.abc import Collection, Iterable, Mapping
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
 
-from ...kernels.runtime.rules import NOT_NEGATIVE, Rule, check_number, number
+from ...kernels.runtime.rules import NOT_NEGATIVE, Rule, check_number, described, number
 from ...layers.module import Spec
 from ...layers.shards import WRAPPERS, named_specs
 from ...parallel import TensorParallel
 from ..main_grad import stepped
+from ..matrices import parameter_of_matrix
 from .pieces import Index, Piece, full_piece, piece
 from .shards import NAMES
 
@@ -21,8 +24,9 @@ Entries = dict[str, tuple[nn.Parameter, Spec, TensorParallel]]  # parameters by 
 Stock = Mapping[str, tuple[torch.dtype, Index]]  # what a checkpoint holds: dtype and whole shape by name
 Values = Mapping[str, Piece]  # tensors that were read
 OptimizerState = Mapping[nn.Parameter, dict[str, Tensor]]
+Optimizers = Optimizer | Sequence[Optimizer]  # as a caller gives them
 Group = dict[str, Any]  # of an optimizer, as JSON has it: parameters by name
-_RULES: Mapping[str, Rule] = {
+_RULES: dict[str, Rule] = {
     **dict.fromkeys(("lr", "initial_lr", "eps", "weight_decay", "momentum"), NOT_NEGATIVE),
     "betas": number(0, 1, "[)"),
 }
@@ -46,6 +50,49 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def entries_of(model: nn.Module) -> Entries:
     return {name: (p, spec, tp) for (name, spec, tp), p in zip(named_specs(model), model.parameters(), strict=True)}
+
+
+class Owner(NamedTuple):
+    """The optimizer of a parameter, and what it steps on in the parameter's place: the parameter itself, its weight in
+    a MainGrad, or a whole matrix of :class:`tpfuse.WholeMatrices`."""
+
+    optimizer: Optimizer
+    weight: nn.Parameter
+
+    @property
+    def of_matrix(self) -> bool:
+        return parameter_of_matrix(self.weight) is not None
+
+
+Owners = Mapping[nn.Parameter, Owner]  # by what is stepped on, or by the parameter that a matrix is of
+
+
+def as_tuple(optimizers: Optimizers | None) -> tuple[Optimizer, ...]:
+    """Returns the optimizers that a caller gave.  ValueError for what is none."""
+    several = () if optimizers is None else (optimizers,) if isinstance(optimizers, Optimizer) else optimizers
+    if not isinstance(several, Sequence) or not all(isinstance(x, Optimizer) for x in several):
+        raise ValueError(f"optimizer must be one of torch, or a list of them, got {described(optimizers)}")
+    return tuple(several)
+
+
+def owners_of(optimizers: Iterable[Optimizer]) -> Owners:
+    """Returns what steps each parameter.  ValueError for one that is stepped twice."""
+    owners: dict[nn.Parameter, Owner] = {}
+    for optimizer in optimizers:
+        for weight in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
+            p = _source(weight)
+            if p in owners:
+                raise ValueError(
+                    f"a parameter of shape {tuple(p.shape)} is stepped twice, by"
+                    f" {kinds_of((owners[p].optimizer, optimizer))}"
+                )
+            owners[p] = Owner(optimizer, weight)
+    return owners
+
+
+def _source(weight: nn.Parameter) -> nn.Parameter:
+    p = parameter_of_matrix(weight)
+    return weight if p is None else p
 
 
 # ---- out ----
@@ -72,7 +119,7 @@ def parameter_of(stored: str) -> str:
     return name if kind in ("model", "gradient") else name.rpartition(".")[0]
 
 
-def pieces_of(entries: Entries, optimizer: torch.optim.Optimizer | None) -> list[Piece]:
+def pieces_of(entries: Entries, owners: Owners) -> list[Piece]:
     """Returns what is here of every tensor, sharing its memory."""
     pieces = []
     for own_name, (p, spec, tp) in entries.items():
@@ -80,9 +127,14 @@ def pieces_of(entries: Entries, optimizer: torch.optim.Optimizer | None) -> list
         pieces.append(piece(f"model.{name}", p, spec, tp))
         weight = stepped(p)
         main = {} if weight.dtype == p.dtype else {MAIN: weight.detach()}
-        for key, value in ({} if optimizer is None else optimizer.state.get(weight, {}) | main).items():
+        owner = owners.get(weight)
+        held = {} if owner is None else owner.optimizer.state.get(owner.weight, {})
+        for key, value in (held | main if owners else {}).items():
             if value is not None:
                 value, stored = _as_tensor(own_name, key, value), f"optimizer.{name}.{key}"
+                if owner is not None and owner.of_matrix:
+                    pieces.append(_whole_piece(stored, value))
+                    continue
                 shaped = value.shape == p.shape
                 pieces.append(piece(stored, value, spec, tp) if shaped else full_piece(stored, value))
                 if not shaped and value.numel() > 1:
@@ -93,6 +145,15 @@ def pieces_of(entries: Entries, optimizer: torch.optim.Optimizer | None) -> list
         if part.local.dtype not in NAMES:
             raise ValueError(f"{part.name} is of {part.local.dtype}, which safetensors does not hold")
     return pieces
+
+
+def _whole_piece(name: str, x: Tensor) -> Piece:
+    """Returns a tensor of a whole matrix's state: each rank has all of it, or what its DTensor says."""
+    x = x.detach()
+    if not isinstance(x, DTensor):
+        return full_piece(name, x)
+    (chunk,) = x.__create_chunk_list__()
+    return Piece(name, x.to_local(), tuple(chunk.offsets), tuple(x.shape))
 
 
 def _as_tensor(name: str, key: str, value: Any) -> Tensor:
@@ -108,17 +169,23 @@ def _as_tensor(name: str, key: str, value: Any) -> Tensor:
     return tensor
 
 
-def groups_of(entries: Entries, optimizer: torch.optim.Optimizer) -> list[Group]:
-    """Returns the optimizer's groups as JSON has them, parameters by name."""
+def groups_of(entries: Entries, optimizers: Iterable[Optimizer]) -> list[Group]:
+    """Returns the optimizers' groups as JSON has them, parameters by name, one optimizer after the other."""
     names = {id(stepped(p)): stored_name(name, spec) for name, (p, spec, _) in entries.items()}
-    missing = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    missing = [p for group in groups for p in group["params"] if id(_source(p)) not in names]
     if missing:
         raise ValueError(f"the optimizer holds a parameter of shape {tuple(missing[0].shape)} that is not the model's")
     plain = lambda v: v.item() if isinstance(v, Tensor) else v
     return [
-        {k: [*dict.fromkeys(names[id(p)] for p in v)] if k == "params" else plain(v) for k, v in group.items()}
-        for group in optimizer.param_groups
+        {k: [*dict.fromkeys(names[id(_source(p))] for p in v)] if k == "params" else plain(v) for k, v in group.items()}
+        for group in groups
     ]
+
+
+def kinds_of(optimizers: Iterable[Optimizer]) -> str:
+    """Returns the names of the optimizers' classes, as meta.json has them."""
+    return ", ".join(type(optimizer).__qualname__ for optimizer in optimizers)
 
 
 # ---- checks ----
@@ -156,10 +223,14 @@ def check_groups(path: Path, groups: list[Group], stored: list[Group], elsewhere
                 )
 
 
-def check_numbers(place: object, groups: list[Group]) -> None:
-    """ValueError where the groups of an optimizer, or of a file, have a number by which nothing can be trained."""
+def check_numbers(place: object, groups: list[Group], optimizers: Iterable[Optimizer]) -> None:
+    """ValueError where the groups of optimizers, or of a file, have a number by which nothing can be trained.
+
+    An optimizer may have rules of its own, by the numbers' names, in an attribute ``rules``.
+    """
+    rules = [_RULES | getattr(optimizer, "rules", {}) for optimizer in optimizers for _ in optimizer.param_groups]
     for i, group in enumerate(groups):
-        for key, rule in _RULES.items():
+        for key, rule in (rules[i] if i < len(rules) else _RULES).items():
             values = group.get(key)
             for value in values if isinstance(values, list | tuple) else [values]:
                 if isinstance(value, int | float):
@@ -177,21 +248,24 @@ def _kind(value: Any) -> Any:
 # ---- in ----
 
 
-def fresh(path: Path, entries: Entries, stored: Stock, with_optimizer: bool) -> dict[str, Piece]:
+def fresh(path: Path, entries: Entries, stored: Stock, owners: Owners) -> dict[str, Piece]:
     """Returns new tensors on the CPU, for what this rank needs of a checkpoint, by its own names."""
     pieces = {}
     keys: dict[str, list[str]] = {}  # of the optimizer's state, by the parameter's name in the checkpoint
-    for stored_key in stored if with_optimizer else ():
+    for stored_key in stored if owners else ():
         kind, _, full = stored_key.partition(".")
         name, _, key = full.rpartition(".")
         if kind == "optimizer":
             keys.setdefault(name, []).append(key)
     for name, template in _model_pieces(entries).items():
         pieces[f"model.{name}"] = _empty(template, template.name, entries[name][0].dtype)
+        owner = owners.get(stepped(entries[name][0]))
         for key in keys.get(template.name.removeprefix("model."), ()):
             stored_key = f"optimizer.{template.name.removeprefix('model.')}.{key}"
             dtype, shape = stored[stored_key]
-            if shape == template.shape:
+            if owner is not None and owner.of_matrix:
+                pieces[f"optimizer.{name}.{key}"] = full_piece(stored_key, torch.empty(shape, dtype=dtype))
+            elif shape == template.shape:
                 pieces[f"optimizer.{name}.{key}"] = _empty(template, stored_key, dtype)
             elif shape in ((), (1,)):
                 pieces[f"optimizer.{name}.{key}"] = full_piece(stored_key, torch.empty(shape, dtype=dtype))
@@ -210,24 +284,36 @@ def _keys(names: Iterable[str], prefix: str) -> list[str]:
     return [key for key in names if key.startswith(prefix) and "." not in key.removeprefix(prefix)]
 
 
-def optimizer_state(
-    entries: Entries, values_read: Values, optimizer: torch.optim.Optimizer | None
-) -> dict[nn.Parameter, dict[str, Tensor]]:
-    """Returns the optimizer's state by parameter, of what was read, on the devices where the optimizer has it."""
-    if optimizer is None:
+def optimizer_state(entries: Entries, values_read: Values, owners: Owners) -> dict[nn.Parameter, dict[str, Tensor]]:
+    """Returns the optimizers' state by parameter, of what was read, on the devices where an optimizer has it."""
+    if not owners:
         return {}
-    on_device = {p for g in optimizer.param_groups if g.get("capturable") or g.get("fused") for p in g["params"]}
+    groups = [group for optimizer in {o.optimizer: None for o in owners.values()} for group in optimizer.param_groups]
+    on_device = {p for g in groups if g.get("capturable") or g.get("fused") for p in g["params"]}
     state: dict[nn.Parameter, dict[str, Tensor]] = {}
     for name, (p, spec, _) in entries.items():
-        prefix = f"optimizer.{name}."
+        prefix, owner = f"optimizer.{name}.", owners.get(stepped(p))
         values = {}
         for key in _keys(values_read, prefix):
+            if owner is not None and owner.of_matrix:
+                values[key.removeprefix(prefix)] = _of_matrix(values_read[key].local, owner)
+                continue
             shaped = values_read[key].shape == values_read[f"model.{name}"].shape
             value = as_slice(values_read[key], spec) if shaped else values_read[key].local
             value = value.to(p.device if shaped or stepped(p) in on_device else "cpu")
             values[key.removeprefix(prefix)] = as_parameter(value, p) if shaped else value
         state[p] = values
     return state
+
+
+def _of_matrix(x: Tensor, owner: Owner) -> Tensor:
+    """Returns what was read of a whole matrix's state as its optimizer keeps it."""
+    matrix = owner.weight
+    if x.dim() == 0:
+        return x
+    if isinstance(matrix, DTensor) and not getattr(owner.optimizer, "local_state", False):
+        return DTensor.from_local(x.to(matrix.device), matrix.device_mesh, [Replicate()], run_check=False)
+    return x.to(matrix.device)
 
 
 def as_slice(part: Piece, spec: Spec) -> Tensor:
@@ -248,15 +334,18 @@ def put_model(entries: Entries, values_read: Values) -> None:
         (x.to_local() if isinstance(x, DTensor) else x).copy_(as_slice(values_read[f"model.{name}"], spec))
 
 
-def put_optimizer(optimizer: torch.optim.Optimizer, state: OptimizerState, groups: list[Group]) -> None:
+def put_optimizers(optimizers: Sequence[Optimizer], state: OptimizerState, groups: list[Group]) -> None:
+    owners = owners_of(optimizers)
     for p, values in state.items():
         weight, main = stepped(p), values.pop(MAIN, None)
         if main is not None and weight is not p:  # else it was written for training with a MainGrad, and this is not
             weight.detach().copy_(main)
-        optimizer.state.pop(weight, None)
-        if values:
-            optimizer.state[weight] = values
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        owner = owners.get(weight)
+        if owner is not None:
+            owner.optimizer.state.pop(owner.weight, None)
+            if values:
+                owner.optimizer.state[owner.weight] = values
+    for group, saved in zip([g for optimizer in optimizers for g in optimizer.param_groups], groups, strict=True):
         for k, v in saved.items():
             if isinstance(group.get(k), Tensor):  # a learning rate that a compiled step holds on to
                 group[k].fill_(v)

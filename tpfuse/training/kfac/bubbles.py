@@ -12,9 +12,11 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import nn
 
 from ...kernels.runtime.errors import check
 from ...kernels.runtime.rules import listed
+from ...models.model import staged_in
 from ...pipeline import Action, Work
 from ...pipeline.action import BACKWARD, WEIGHT
 from ...pipeline.copies import copied
@@ -36,14 +38,15 @@ class _Piece(NamedTuple):
     prerequisites: tuple[Action | int, ...]
 
 
-def check_copies(pipeline: "Pipeline", matrices: WholeMatrices) -> None:
+def check_copies(model: nn.Module, matrices: WholeMatrices) -> None:
     """ValueError for a weight that another rank of the pipeline holds too, with factors of other micro-batches."""
-    twice = set(copied(pipeline.model))
+    staged = staged_in(model)
+    twice = set() if staged is None else set(copied(staged))
     names = [name for name, (p, *_) in matrices.sources.items() if p in twice]
     check(
         not names,
-        f"KFAC.work: two ranks of the pipeline hold {listed(names)}, each for a part of the micro-batches; use another"
-        f" schedule than {pipeline.order.schedule}",
+        f"KFAC: two ranks of the pipeline hold {listed(names)}, each for a part of the micro-batches, of which their"
+        " factors would differ; use another schedule",
     )
 
 

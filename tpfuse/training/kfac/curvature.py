@@ -11,6 +11,7 @@ size; whole factors are sums over ranks, made when they are inverted.
 """
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -60,12 +61,18 @@ class Sum(NamedTuple):
 class Moment:
     """When matrices are taken, the same for all weights.
 
-    ``due``: factors are refreshed in the coming step.  ``pipeline``: the one whose bubbles have the work, if any.
+    ``group``: of the optimizer, with the numbers ``steps`` and ``refresh``.  ``pipeline``: the one whose bubbles have
+    the work, if any.
     """
 
     def __init__(self) -> None:
-        self.due = True
+        self.group: Mapping[str, Any] = {}
         self.pipeline: Pipeline | None = None
+
+    @property
+    def due(self) -> bool:
+        """Returns whether factors are refreshed in the coming step."""
+        return bool(self.group["steps"] % self.group["refresh"] == 0)
 
     @property
     def filler(self) -> Any:

@@ -55,9 +55,12 @@ class KFAC(torch.optim.Optimizer):
     stages knows its own.
 
     ValueError for a model without such weights to train (as with LoRA), kv heads that several ranks hold, DTensors,
-    a MainGrad, context parallelism, ``TensorParallel(bitwise=...)``, weights that have a KFAC, and for a world larger
-    than the tensor-parallel group without ``dp``.
+    a MainGrad, context parallelism, ``TensorParallel(bitwise=...)``, weights that have a KFAC or that two ranks of a
+    pipeline hold, and for a world larger than the tensor-parallel group without ``dp``.
     """
+
+    local_state = True  # save_checkpoint's question: the state is of plain tensors where matrices are DTensors
+    rules = _RULES | dict(steps=integer(0))  # of the groups' numbers, for a checkpoint's
 
     def __init__(
         self,
@@ -74,6 +77,7 @@ class KFAC(torch.optim.Optimizer):
         numbers = dict(lr=lr, momentum=momentum, weight_decay=weight_decay, damping=damping, decay=decay)
         check_numbers("KFAC", numbers | dict(refresh=refresh), _RULES)
         self.matrices = WholeMatrices(model, only=_weights(model))
+        check_copies(model, self.matrices)
         self._moment = Moment()
         replicas = _replica_group(model, dp.get_group() if isinstance(dp, DeviceMesh) else dp)
         self._curvature: dict[nn.Parameter, Curvature] = {}
@@ -84,6 +88,7 @@ class KFAC(torch.optim.Optimizer):
             capture(p, self._curvature[matrix].receive)
         self._work: list[Work] = []
         super().__init__(self.matrices.parameters(), numbers | dict(refresh=refresh, steps=0))
+        self._moment.group = self.param_groups[0]
 
     def remaining(self, model: nn.Module) -> list[nn.Parameter]:
         """Returns the parameters of ``model`` that are not here, for another optimizer."""
@@ -97,10 +102,8 @@ class KFAC(torch.optim.Optimizer):
             pipeline.fill(fill(timeline, kfac.work(pipeline)))
 
         The matrices of a filling's first step wait for their pieces; ``refresh`` then has no meaning: every factor is
-        made and inverted once in the filling's steps.  ValueError before the first step, and for weights that two
-        ranks of the pipeline hold.
+        made and inverted once in the filling's steps.  ValueError before the first step.
         """
-        check_copies(pipeline, self.matrices)
         unknown = [c.name for c in self._curvature.values() if c.size is None]
         check(not unknown, f"KFAC.work: make a step first, which tells the sizes of {listed(unknown)}")
         self._moment.pipeline = pipeline
@@ -133,7 +136,6 @@ class KFAC(torch.optim.Optimizer):
                 if p.grad is not None:
                     self._update(p, group)
             group["steps"] += 1
-        self._moment.due = self.param_groups[0]["steps"] % self.param_groups[0]["refresh"] == 0
         return loss
 
     def _check_placed(self, filling: Filling) -> None:
@@ -189,7 +191,7 @@ class KFAC(torch.optim.Optimizer):
         for p, number_ in zip(self._curvature, sum((g["params"] for g in state_dict["param_groups"]), []), strict=True):
             saved = state_dict["state"].get(number_, {})
             self.state[p] = {key: value.to(p.device, copy=True) for key, value in saved.items()}
-        self._moment.due = self.param_groups[0]["steps"] % self.param_groups[0]["refresh"] == 0
+        self._moment.group = self.param_groups[0]
 
 
 def _weights(model: nn.Module) -> list[nn.Parameter]:
