@@ -458,13 +458,14 @@ def test_dtensors_are_refused_whoever_comes_first(ranks):
     ranks(1, sharded)
 
 
-def test_whole_matrices_are_refused_whoever_comes_first():
-    model = GPT(STEP_CONFIG)
-    matrices = WholeMatrices(model.blocks)
-    MainGrad(model)
-    for call in (matrices.gather_gradients, lambda: WholeMatrices(model.blocks)):
-        with pytest.raises(ValueError, match="WholeMatrices: the gradients are in main_grad"):
-            call()
+def test_whole_matrices_of_the_models_own_weights_are_refused():
+    model = bf16_model()
+    muon = torch.optim.Muon(WholeMatrices(model.blocks).parameters())
+    main = MainGrad(model)
+    backward(model)
+    main.reduce()
+    with pytest.raises(ValueError, match="the optimizer holds blocks.0.* or tpfuse.WholeMatrices"):
+        muon.step()
 
 
 def test_what_cannot_have_one_is_refused():

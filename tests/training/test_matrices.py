@@ -7,7 +7,7 @@ import torch
 
 from tests.common import assert_equal, error, make_tp
 from tests.models.common import STEP_CONFIG, batch, default_dtype, whole
-from tpfuse import WholeMatrices, as_dtensor
+from tpfuse import MainGrad, WholeMatrices, as_dtensor
 from tpfuse.layers.shards import named_specs
 from tpfuse.models import GPT
 
@@ -78,12 +78,60 @@ def root(gram, eps):
     return ((vectors * (values.clamp(min=0) + eps) ** -0.25) @ vectors.mT).to(gram.dtype)
 
 
-def shampoo(world, dtype):
+def shampoo(world, dtype, main_grad=False):
     with default_dtype(dtype):
         model = GPT(GATED, tp=make_tp(world))
+    if main_grad:
+        return beside_main_grad(model, MainGrad(model))
     matrices = WholeMatrices(model.blocks)
     first, second = Shampoo(matrices.parameters(), lr=0.01), torch.optim.SGD(matrices.others(model), lr=0.1)
     return stepped(model, matrices, first, second)
+
+
+def beside_main_grad(model, main):
+    """The same steps, each of two micro-batches whose gradients are added in place."""
+    matrices = WholeMatrices(model.blocks)
+    optimizers = Shampoo(matrices.parameters(), lr=0.01), torch.optim.SGD(matrices.others(model), lr=0.1)
+    optimizers[0].register_step_pre_hook(matrices.gather_gradients)
+    for step in range(3):
+        call = batch(GATED, seed=step)
+        count = (call["labels"][:, 1:] != -100).sum()
+        for i in range(len(call["labels"])):
+            rows = {key: x[i : i + 1] for key, x in call.items()}
+            model(**rows, step=step, first_sample=i, loss_normalizer=count).loss.backward()
+        main.reduce()
+        for optimizer in optimizers:
+            optimizer.step()
+        main.zero()
+    return whole(model)
+
+
+@pytest.mark.parametrize("R", [1, 2])
+def test_beside_main_grad(ranks, R):
+    exact = ranks(1, shampoo, torch.float64)[0]
+    for found in ranks(R, shampoo, torch.float64, True):
+        assert max(error(found[name], exact[name]) for name in exact) < 1e-10
+
+
+def test_steps_that_bf16_would_lose_are_kept():
+    """The whole matrices are those of the MainGrad's fp32 weights, and so is their state."""
+    with default_dtype(torch.bfloat16):
+        model = GPT(GATED)
+    main = MainGrad(model)
+    matrices = WholeMatrices(model.blocks)
+    muon = torch.optim.Muon(matrices.parameters(), lr=1e-6)
+    muon.register_step_pre_hook(matrices.gather_gradients)
+    before = [x.detach().clone() for x in matrices.parameters()]
+    model(**batch(GATED)).loss.backward()
+    with pytest.raises(RuntimeError, match="call main.reduce"):
+        muon.step()
+    main.reduce()
+    muon.step()
+    for (p, _, matrix), old in zip(matrices.sources.values(), before, strict=True):
+        assert matrix.dtype == torch.float32 and not torch.equal(matrix, old)
+        assert muon.state[matrix]["momentum_buffer"].dtype == torch.float32
+        assert torch.equal(p.view(matrix.shape), matrix.to(torch.bfloat16))
+    assert {id(x) for x in matrices.others(model)} <= {id(x) for x in main.parameters()}
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ micro_batches  MicroBatchReplica: gradients of micro-batches as a binary tree ov
 matrices       whole weight matrices, for Muon and its like
 ok_topk/       gradients over slow links: the sum of what is large, the rest kept
 optim          param_groups, clip_grad_norm_
+originals      tensors that optimizers step on in the place of others
 packing        documents packed into rows, balanced over replicas
 totals         the buffers of a MainGrad: sums of gradients and fp32 weights
 """

@@ -35,6 +35,7 @@ from ..parallel import TensorParallel
 from ..pipeline.copies import copied, sum_copies
 from .calls import CallRecord, record_calls
 from .foreign.guard import install
+from .originals import original_of
 from .totals import Buffer, GradSlot, Holder, ReduceState
 
 _STEPPED = WeakIdKeyDictionary()  # what optimizers step on -> a reference to its GradSlot
@@ -248,15 +249,16 @@ def gradient(p: nn.Parameter) -> Tensor | None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Refuses to step on parameters that have no .grad, or before reduce()."""
-    for p in _held(optimizer):
-        place = _place_of(p)
+    for weight in _held(optimizer):
+        original, place = original_of(weight), _place_of(weight)
+        p = weight if original is None else original
         if place is not None:
             place.check()
             place.refresh()
         elif p in PLACES:
             raise ValueError(
                 f"MainGrad: the optimizer holds {PLACES[p].name} of the model, whose gradient is in main_grad; make the"
-                " optimizer, after MainGrad, of main.parameters() or of tpfuse.param_groups(model)"
+                " optimizer, after MainGrad, of main.parameters(), tpfuse.param_groups(model) or tpfuse.WholeMatrices"
             )
 
 
@@ -268,7 +270,8 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 def _place_of(weight: nn.Parameter) -> GradSlot | None:
-    reference = _STEPPED.get(weight)
+    original = original_of(weight)
+    reference = _STEPPED.get(weight if original is None else original)
     return None if reference is None else reference()
 
 

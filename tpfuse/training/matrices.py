@@ -1,35 +1,20 @@
 """Whole weight matrices for optimizers that need them, as Muon and Shampoo do."""
 
 import math
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils.weak import WeakIdKeyDictionary
 
-from ..kernels.runtime.main_grad import refuse
 from ..layers.module import local
 from ..layers.shards import Whole, named_specs
 from ..layers.spec import Spec
 from ..layers.state import as_whole, is_split
 from ..ranks.agreement import agreement_of, names
-
-_MAIN_GRAD = (
-    "WholeMatrices: the gradients are in main_grad, and the optimizer would step on weights that the model does not"
-    " read; use it without a MainGrad"
-)
-
-
-_sources = WeakIdKeyDictionary()  # whole matrices -> references to the parameters whose memory they share
-
-
-def parameter_of_matrix(matrix: nn.Parameter) -> nn.Parameter | None:
-    """Returns the parameter that a whole matrix is of; None for any other tensor."""
-    reference: Any = _sources.get(matrix)
-    return None if reference is None else reference()
+from .main_grad import gradient, stepped
+from .originals import stand_in
 
 
 class WholeMatrices:
@@ -45,12 +30,13 @@ class WholeMatrices:
         muon.register_step_pre_hook(matrices.gather_gradients)
         adamw = torch.optim.AdamW(matrices.others(model), lr=3e-4)
 
-    ValueError for kv heads that several ranks hold, for parameters that are DTensors already, and under a MainGrad.
+    Beside a :class:`tpfuse.MainGrad`, which is made before, the matrices are those of its fp32 weights.
+
+    ValueError for kv heads that several ranks hold, and for parameters that are DTensors already.
     """
 
     def __init__(self, module: nn.Module, *, only: Iterable[nn.Parameter] | None = None):
         """``only``: the weights among those of ``module``; without it, all."""
-        refuse(module.parameters(), _MAIN_GRAD)
         chosen = None if only is None else set(only)
         self.sources: dict[str, tuple[nn.Parameter, Whole, nn.Parameter]] = {}
         for (name, spec, tp), p in zip(named_specs(module), module.parameters(), strict=True):
@@ -66,36 +52,38 @@ class WholeMatrices:
                     " rank's slice is one of whole rows; use a size up to the number of kv heads"
                 )
             placement = Whole(_matrix_spec(spec), tp)
-            matrix = nn.Parameter(_matrix(p.detach(), placement), requires_grad=p.requires_grad)
+            matrix = nn.Parameter(_matrix(stepped(p).detach(), placement), requires_grad=p.requires_grad)
             self.sources[name] = p, placement, matrix
-            _sources[matrix] = weakref.ref(p)
+            stand_in(matrix, stepped(p))
 
     def parameters(self) -> list[nn.Parameter]:
         """Returns the matrices, for the optimizer."""
         return [matrix for *_, matrix in self.sources.values()]
 
     def others(self, module: nn.Module) -> list[nn.Parameter]:
-        """Returns the parameters of ``module`` that are not here, for another optimizer."""
+        """Returns the parameters of ``module`` that are not here, for another optimizer: its weights, of a MainGrad."""
         mine = {p for p, *_ in self.sources.values()}
-        return [p for p in module.parameters() if p not in mine]
+        return [stepped(p) for p in module.parameters() if p not in mine]
 
     @torch.no_grad()
     def gather_gradients(self, *_: Any) -> None:
         """Gives every matrix its whole gradient.  A step pre-hook of the optimizer; every rank calls it.
 
-        ValueError on every rank where a parameter has a gradient on some ranks only.
+        ValueError on every rank where a parameter has a gradient on some ranks only, RuntimeError for a MainGrad's that
+        is not reduced.
         """
-        refuse((p for p, *_ in self.sources.values()), _MAIN_GRAD)
+        gradients = {name: gradient(p) for name, (p, *_) in self.sources.items()}
         group = next((placement.tp.group for _, placement, _ in self.sources.values() if placement.tp.size > 1), None)
         if group is not None:
-            absent = names([name for name, (p, *_) in self.sources.items() if p.grad is None])
+            absent = names([name for name, grad in gradients.items() if grad is None])
             compare = agreement_of(group, "WholeMatrices.gather_gradients", each_call=True)
             compare(group, {"parameters without a gradient": absent}, {})
-        for p, placement, matrix in self.sources.values():
-            if local(matrix).data_ptr() != p.data_ptr():  # a step under 2bw has given the parameter other memory
-                matrix.data = _matrix(p.detach(), placement)
-            grad = None if p.grad is None else _matrix(p.grad, placement)
-            matrix.grad = grad.redistribute(placements=[Replicate()]) if isinstance(grad, DTensor) else grad
+        for name, (p, placement, matrix) in self.sources.items():
+            weight, grad = stepped(p), gradients[name]
+            if local(matrix).data_ptr() != weight.data_ptr():  # a step under 2bw has given the parameter other memory
+                matrix.data = _matrix(weight.detach(), placement)
+            slices = None if grad is None else _matrix(grad, placement)
+            matrix.grad = slices.redistribute(placements=[Replicate()]) if isinstance(slices, DTensor) else slices
 
 
 def _matrix_spec(spec: Spec) -> Spec:

@@ -9,13 +9,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from tests.common import assert_equal, error
 from tests.models.common import STEP_CONFIG, batch, default_dtype, whole
 from tests.pipeline.common import said
 from tests.planted import planted
 from tests.training.test_matrices import Shampoo
-from tpfuse import KFAC, TensorParallel, WholeMatrices, check_replicas, load_checkpoint, save_checkpoint
+from tpfuse import KFAC, MainGrad, TensorParallel, WholeMatrices, check_replicas, load_checkpoint, save_checkpoint
 from tpfuse.models import GPT
 from tpfuse.pipeline import schedule
 from tpfuse.training.checkpoint.meta import sealed
@@ -115,6 +116,43 @@ def test_without_the_optimizers_state_it_would_show(ranks, tmp_path, kind):
     ranks(1, trained, ONE, kind, tmp_path, 0, 3, True)
     (found,) = ranks(1, forgetful, ONE, kind, tmp_path, 3, 5)
     assert max(error(p, one[name]) for name, p in found.items()) > 1e-2
+
+
+def beside_main_grad(world, layout, kind, folder, begin, end):
+    """Steps of bf16 weights, the optimizers on fp32 ones -> those, and what is here of the optimizers' state."""
+    with default_dtype(torch.bfloat16):
+        model = GPT(GATED, tp=TensorParallel(world.stages(*layout)["tp"]))
+    main = MainGrad(model)
+    optimizers = OPTIMIZERS[kind](model)
+    if begin:
+        load_checkpoint(folder, model, optimizers)
+    for step in range(begin, end):
+        model(**batch(GATED, size=4, seed=step), step=step).loss.backward()
+        main.reduce()
+        for optimizer in optimizers:
+            optimizer.step()
+        main.zero()
+    if not begin:
+        save_checkpoint(folder, model, optimizers, step=end)
+    states = [optimizers[0].state[p] for p in optimizers[0].param_groups[0]["params"]]
+    flat = {f"{i}.{key}": _local(x) for i, state in enumerate(states) for key, x in state.items()}
+    return {f"weight {i}": p.detach().clone() for i, p in enumerate(main.parameters())} | flat
+
+
+def _local(x):
+    return (x.to_local() if isinstance(x, DTensor) else x).clone()
+
+
+@pytest.mark.parametrize("kind", ["kfac", pytest.param("muon", marks=pytest.mark.slow)])
+def test_fp32_weights_of_whole_matrices_come_back(ranks, tmp_path, kind):
+    saved = ranks(2, beside_main_grad, TP2, kind, tmp_path, 0, 3)
+    for loaded, exact in zip(ranks(2, beside_main_grad, TP2, kind, tmp_path, 3, 3), saved, strict=True):
+        assert_equal(loaded, exact)
+    (one,) = ranks(1, beside_main_grad, ONE, kind, tmp_path, 3, 3)
+    whole_ones = {key for key in one if not key.startswith("weight")}
+    assert whole_ones and one.keys() == saved[0].keys()
+    assert_equal({key: one[key] for key in whole_ones}, {key: saved[0][key] for key in whole_ones})
+    assert all(x.dtype == torch.float32 for x in one.values())
 
 
 def of_sixteen_bits(world, folder):

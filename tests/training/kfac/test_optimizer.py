@@ -189,9 +189,10 @@ def test_refused_in_one_process():
     assert "KFAC: GPT has no weight of a parallel linear layer to train" in said(lambda: KFAC(adapted or GPT))
     assert "lr must be at least 0" in said(lambda: KFAC(GPT(STEP_CONFIG), lr=-1.0))
     model = GPT(STEP_CONFIG)
-    main = tpfuse.MainGrad(model)
-    assert "use it without a MainGrad" in said(lambda: KFAC(model))
-    del main
+    kfac, main = KFAC(model), tpfuse.MainGrad(model)
+    model(**batch(STEP_CONFIG)).loss.backward()
+    main.reduce()
+    assert "MainGrad: the optimizer holds blocks.0" in said(kfac.step)
 
 
 def test_blocks_of_another_model_stay_one_node():

@@ -15,7 +15,7 @@ from ...layers.module import Spec
 from ...layers.shards import WRAPPERS, named_specs
 from ...parallel import TensorParallel
 from ..main_grad import stepped
-from ..matrices import parameter_of_matrix
+from ..originals import original_of
 from .pieces import Index, Piece, full_piece, piece
 from .shards import NAMES
 
@@ -54,14 +54,14 @@ def entries_of(model: nn.Module) -> Entries:
 
 class Owner(NamedTuple):
     """The optimizer of a parameter, and what it steps on in the parameter's place: the parameter itself, its weight in
-    a MainGrad, or a whole matrix of :class:`tpfuse.WholeMatrices`."""
+    a MainGrad, or the whole matrix of either (:class:`tpfuse.WholeMatrices`)."""
 
     optimizer: Optimizer
     weight: nn.Parameter
 
-    @property
-    def of_matrix(self) -> bool:
-        return parameter_of_matrix(self.weight) is not None
+    def keeps_whole(self, key: str) -> bool:
+        """Returns whether every rank has all of the optimizer's ``key``, which is then of any shape."""
+        return key != MAIN and original_of(self.weight) is not None
 
 
 Owners = Mapping[nn.Parameter, Owner]  # by what is stepped on, or by the parameter that a matrix is of
@@ -91,7 +91,7 @@ def owners_of(optimizers: Iterable[Optimizer]) -> Owners:
 
 
 def _source(weight: nn.Parameter) -> nn.Parameter:
-    p = parameter_of_matrix(weight)
+    p = original_of(weight)
     return weight if p is None else p
 
 
@@ -132,7 +132,7 @@ def pieces_of(entries: Entries, owners: Owners) -> list[Piece]:
         for key, value in (held | main if owners else {}).items():
             if value is not None:
                 value, stored = _as_tensor(own_name, key, value), f"optimizer.{name}.{key}"
-                if owner is not None and owner.of_matrix:
+                if owner is not None and owner.keeps_whole(key):
                     pieces.append(_whole_piece(stored, value))
                     continue
                 shaped = value.shape == p.shape
@@ -263,7 +263,7 @@ def fresh(path: Path, entries: Entries, stored: Stock, owners: Owners) -> dict[s
         for key in keys.get(template.name.removeprefix("model."), ()):
             stored_key = f"optimizer.{template.name.removeprefix('model.')}.{key}"
             dtype, shape = stored[stored_key]
-            if owner is not None and owner.of_matrix:
+            if owner is not None and owner.keeps_whole(key):
                 pieces[f"optimizer.{name}.{key}"] = full_piece(stored_key, torch.empty(shape, dtype=dtype))
             elif shape == template.shape:
                 pieces[f"optimizer.{name}.{key}"] = _empty(template, stored_key, dtype)
@@ -295,7 +295,7 @@ def optimizer_state(entries: Entries, values_read: Values, owners: Owners) -> di
         prefix, owner = f"optimizer.{name}.", owners.get(stepped(p))
         values = {}
         for key in _keys(values_read, prefix):
-            if owner is not None and owner.of_matrix:
+            if owner is not None and owner.keeps_whole(key.removeprefix(prefix)):
                 values[key.removeprefix(prefix)] = _of_matrix(values_read[key].local, owner)
                 continue
             shaped = values_read[key].shape == values_read[f"model.{name}"].shape

@@ -18,6 +18,7 @@ from ...kernels.runtime.rules import NOT_NEGATIVE, POSITIVE, check_numbers, inte
 from ...layers.linear import ColumnProjection, RowParallelLinear
 from ...pipeline import Filling, Work
 from ...ranks.messages import together
+from ..main_grad import stepped
 from ..matrices import WholeMatrices
 from .bubbles import check_copies, pieces, stages_of
 from .curvature import SIDES, Curvature, Moment
@@ -54,9 +55,11 @@ class KFAC(torch.optim.Optimizer):
     on every rank.  ``dp``: the data-parallel replicas, over whose rows factors are averaged; a model over pipeline
     stages knows its own.
 
+    Beside a :class:`tpfuse.MainGrad`, made before, it steps on the fp32 weights.
+
     ValueError for a model without such weights to train (as with LoRA), kv heads that several ranks hold, DTensors,
-    a MainGrad, context parallelism, ``TensorParallel(bitwise=...)``, weights that have a KFAC or that two ranks of a
-    pipeline hold, and for a world larger than the tensor-parallel group without ``dp``.
+    context parallelism, ``TensorParallel(bitwise=...)``, weights that have a KFAC or that two ranks of a pipeline hold,
+    and for a world larger than the tensor-parallel group without ``dp``.
     """
 
     local_state = True  # save_checkpoint's question: the state is of plain tensors where matrices are DTensors
@@ -176,7 +179,8 @@ class KFAC(torch.optim.Optimizer):
         """Resets the gradients of the model's weights that are here, and forgets what their matrices have added since
         the latest step, as after a gradient that is not to be stepped on."""
         super().zero_grad(set_to_none)
-        for p, *_ in self.matrices.sources.values():
+        for source, *_ in self.matrices.sources.values():
+            p = stepped(source)
             if set_to_none:
                 p.grad = None
             elif p.grad is not None:
