@@ -88,6 +88,34 @@ def shampoo(world, dtype, main_grad=False):
     return stepped(model, matrices, first, second)
 
 
+def scaled(world, again):
+    """The same steps with a gradient scaler, which unscales what has been gathered before it."""
+    with default_dtype(torch.float64):
+        model = GPT(GATED, tp=make_tp(world))
+    matrices, scaler = WholeMatrices(model.blocks), torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizers = Shampoo(matrices.parameters(), lr=0.01), torch.optim.SGD(matrices.others(model), lr=0.1)
+    if again:
+        optimizers[0].register_step_pre_hook(matrices.gather_gradients)
+    for step in range(3):
+        scaler.scale(model(**batch(GATED, seed=step), step=step).loss).backward()
+        matrices.gather_gradients()
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        model.zero_grad()
+    return whole(model)
+
+
+@pytest.mark.parametrize("R", [1, 2])
+def test_beside_a_gradient_scaler(ranks, R):
+    exact = ranks(1, shampoo, torch.float64)[0]
+    largest = lambda found: max(error(found[name], exact[name]) for name in exact)
+    assert all(largest(found) < 1e-10 for found in ranks(R, scaled, False))
+    assert all(largest(found) > 1e-3 for found in ranks(R, scaled, True))  # scaled gradients, gathered once more
+
+
 def beside_main_grad(model, main):
     """The same steps, each of two micro-batches whose gradients are added in place."""
     matrices = WholeMatrices(model.blocks)

@@ -138,6 +138,7 @@ class KFAC(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     self._update(p, group)
+                    p.grad = None  # whole on every rank; a gradient scaler would take it for the next step's
             group["steps"] += 1
         return loss
 
