@@ -4,7 +4,7 @@ import torch
 
 from ..kernels.runtime.launch import MULTIPROCESSORS
 from .command import Options
-from .ledger.memory import OPTIMIZERS
+from .ledger.memory import BY_ELEMENTS, OPTIMIZERS
 from .ledger.presets import PRESETS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -21,8 +21,17 @@ def add_dtype(parser: Options, default: str = "bf16") -> None:
 
 
 def add_optimizer(parser: Options, default: str = "adamw") -> None:
+    """Adds an optimizer by elements, for what chooses among splits."""
     text = "optimizer whose states are counted; adamw-fp32: fp32 moments and master weights"
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default=default, help=text)
+    parser.add_argument("--optimizer", choices=BY_ELEMENTS, default=default, help=text)
+
+
+def add_any_optimizer(parser: Options) -> None:
+    text = (
+        "optimizer whose states are counted; adamw-fp32: fp32 moments and master weights; muon, kfac: whole matrices on"
+        " every rank, adamw for the rest"
+    )
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help=text)
 
 
 def add_arch(parser: Options) -> None:

@@ -1,7 +1,7 @@
 """Whole weight matrices for optimizers that need them, as Muon and Shampoo do."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -37,21 +37,8 @@ class WholeMatrices:
 
     def __init__(self, module: nn.Module, *, only: Iterable[nn.Parameter] | None = None):
         """``only``: the weights among those of ``module``; without it, all."""
-        chosen = None if only is None else set(only)
         self.sources: dict[str, tuple[nn.Parameter, Whole, nn.Parameter]] = {}
-        for (name, spec, tp), p in zip(named_specs(module), module.parameters(), strict=True):
-            if len(spec.shape) < 2 or name.endswith("bias"):  # a fused bias has its weight's shape but for the columns
-                continue
-            if chosen is not None and p not in chosen:
-                continue
-            if isinstance(p, DTensor):
-                raise ValueError(f"WholeMatrices: {name} is a DTensor; make it before as_dtensor and fully_shard")
-            if spec.copies > 1:
-                raise ValueError(
-                    f"WholeMatrices: {name} is held by {spec.copies} ranks at tensor-parallel size {tp.size}, where no"
-                    " rank's slice is one of whole rows; use a size up to the number of kv heads"
-                )
-            placement = Whole(_matrix_spec(spec), tp)
+        for name, p, placement in matrices_in(module, only):
             matrix = nn.Parameter(_matrix(stepped(p).detach(), placement), requires_grad=p.requires_grad)
             self.sources[name] = p, placement, matrix
             stand_in(matrix, stepped(p))
@@ -84,6 +71,29 @@ class WholeMatrices:
                 matrix.data = _matrix(weight.detach(), placement)
             slices = None if grad is None else _matrix(grad, placement)
             matrix.grad = slices.redistribute(placements=[Replicate()]) if isinstance(slices, DTensor) else slices
+
+
+def matrices_in(
+    module: nn.Module, only: Iterable[nn.Parameter] | None = None
+) -> Iterator[tuple[str, nn.Parameter, Whole]]:
+    """Yields (name, parameter, the matrix that it is a slice of) of a module's weights, or of ``only`` some of them.
+
+    ValueError for kv heads that several ranks hold, and for DTensors.
+    """
+    chosen = None if only is None else set(only)
+    for (name, spec, tp), p in zip(named_specs(module), module.parameters(), strict=True):
+        if len(spec.shape) < 2 or name.endswith("bias"):  # a fused bias has its weight's shape but for the columns
+            continue
+        if chosen is not None and p not in chosen:
+            continue
+        if isinstance(p, DTensor):
+            raise ValueError(f"WholeMatrices: {name} is a DTensor; make it before as_dtensor and fully_shard")
+        if spec.copies > 1:
+            raise ValueError(
+                f"WholeMatrices: {name} is held by {spec.copies} ranks at tensor-parallel size {tp.size}, where no"
+                " rank's slice is one of whole rows; use a size up to the number of kv heads"
+            )
+        yield name, p, Whole(_matrix_spec(spec), tp)
 
 
 def _matrix_spec(spec: Spec) -> Spec:

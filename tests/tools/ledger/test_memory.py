@@ -2,18 +2,23 @@
 bytes."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from tests.common import make_tp
+from tests.models.common import STEP_CONFIG, batch, default_dtype
 from tests.routing import routed, to_the_first
+from tpfuse import KFAC, WholeMatrices
 from tpfuse.layers.block import SAVING
 from tpfuse.models import GPT, BertConfig, GPTConfig
 from tpfuse.parallel import TensorParallel
 from tpfuse.tools.ledger import activation_bytes, dry_run, parameter_count, saved_bytes, state_bytes
-from tpfuse.tools.ledger.dryrun import Plan, fake_world, layer_bytes, measured_layer, planned_model
+from tpfuse.tools.ledger.dryrun import Plan, fake_world, layer_bytes, measured_layer, planned_model, report
 from tpfuse.tools.ledger.layer import build, token_ids
+from tpfuse.tools.ledger.memory import WHOLE
 from tpfuse.tools.ledger.plain import PlainLayer
 from tpfuse.tools.ledger.presets import load_config
 
@@ -252,5 +257,50 @@ def test_state():
     sharded = state_bytes(model, dp=4, sharded=True)
     assert sharded.parameters == pytest.approx(n / 2, rel=1e-3) and sharded.buckets == 0
     assert 0 < sharded.gathered < 2 * n
-    with pytest.raises(ValueError, match="optimizer must be one of sgd, adamw, adamw-fp32, got 'lion'"):
+    with pytest.raises(ValueError, match="optimizer must be one of sgd, adamw, adamw-fp32, muon, kfac, got 'lion'"):
         state_bytes(model, optimizer="lion")
+    for name in WHOLE:
+        with pytest.raises(ValueError, match=f"{name} needs whole matrices, and sharded is set"):
+            state_bytes(model, sharded=True, optimizer=name)
+
+
+def bytes_of(tensors):
+    """Bytes of what this rank has of tensors, scalars apart."""
+    local = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
+    return sum(x.nbytes for x in local if x.dim())
+
+
+def after_a_step(world, kind, dtype):
+    """-> the bytes of both optimizers' states, with gradients that were gathered, and those that are counted."""
+    with default_dtype(dtype):
+        model = GPT(replace(STEP_CONFIG, gated=True, num_kv_heads=4), tp=make_tp(world))
+    if kind == "kfac":
+        first = KFAC(model)
+        others, matrices = first.remaining(model), first.matrices
+    else:
+        matrices = WholeMatrices(model.blocks)
+        first, others = torch.optim.Muon(matrices.parameters()), matrices.others(model)
+        first.register_step_pre_hook(matrices.gather_gradients)
+    second = torch.optim.AdamW(others)
+    model(**batch(STEP_CONFIG)).loss.backward()
+    for optimizer in (first, second):
+        optimizer.step()
+    states = [x for optimizer in (first, second) for state in optimizer.state.values() for x in state.values()]
+    gradients = [x.grad for x in matrices.parameters() if x.grad is not None and world.size > 1]
+    return bytes_of(states + gradients), state_bytes(model, optimizer=kind).optimizer
+
+
+@pytest.mark.parametrize("R", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", WHOLE)
+def test_state_of_whole_matrices(ranks, R, kind, dtype):
+    for found, counted in ranks(R, after_a_step, kind, dtype):
+        assert found == counted
+
+
+def test_whole_matrices_in_a_dry_run():
+    """Their state is on every rank, and none of FSDP's columns is there."""
+    runs = [dry_run(config(64), Plan(tp=tp, dp=2, seq=64, optimizer="kfac")) for tp in (1, 4)]
+    one, four = (r.held.state for r in runs)
+    assert four.parameters < one.parameters / 3 and four.optimizer > one.optimizer * 0.95
+    assert set(runs[1].held.states) == {"DDP", "data_parallel"} and "or FSDP" not in report(runs[1])

@@ -14,7 +14,7 @@ from ...parallel import CP_KINDS
 from ...pipeline.schedules import TRAINED
 from .. import command as cli
 from ..command import CommandParser, Options
-from ..options import DTYPES, MODEL_HELP, add_arch, add_dtype, add_model, add_optimizer
+from ..options import DTYPES, MODEL_HELP, add_any_optimizer, add_arch, add_dtype, add_model
 from . import dryrun, layer, page, plots, stages
 from .presets import load_config
 from .recorder import mue
@@ -83,7 +83,7 @@ def _add_step(p: Options) -> None:
     add_over_replicas(p)
     add_dtype(p)
     add_saving(p)
-    add_optimizer(p)
+    add_any_optimizer(p)
 
 
 def add_over_replicas(p: Options) -> None:
@@ -316,8 +316,7 @@ def _run_stages(args: Namespace, config: ModelConfig) -> None:
 def _run_rank(args: Namespace, config: ModelConfig) -> None:
     with pretending(args.arch):
         r = dryrun.run(config, _step_plan(args))
-    states = {"DDP": r.held.state, "data_parallel": r.held.viewed, "FSDP": r.held.sharded}
-    bars = {name: state._asdict() | {"activations": r.work.peak} for name, state in states.items()}
+    bars = {name: state._asdict() | {"activations": r.work.peak} for name, state in r.held.states.items()}
     formulas = {name: dict(counted=n, formula=formula) for name, n, formula, _ in dryrun.against_formulas(r)}
     values = dict(config=asdict(config)) | dryrun.as_json(r.plan, r.held, r.work) | dict(formulas=formulas)
     title = f"{args.model}, {r.plan.axes}: memory of a rank"

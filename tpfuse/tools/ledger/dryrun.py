@@ -29,7 +29,7 @@ from ...training.data_parallel import BUCKETS, bucket_count
 from .aten import ATTENTION, COMMUNICATION, GEMM
 from .context import PieceBlock
 from .layer import build, layer_kinds, token_ids, with_layers
-from .memory import StateBytes, activation_bytes, parameter_count, saved_bytes, state_bytes
+from .memory import WHOLE, StateBytes, activation_bytes, parameter_count, saved_bytes, state_bytes
 from .mfu import model_flops
 from .recorder import Ledger
 from .shapes import Shape, check_imbalance, layers_by_mlp
@@ -120,7 +120,8 @@ class Plan(NamedTuple):
 class RankMemory(NamedTuple):
     """Bytes that one rank holds, and those that it sends over dp once per step.
 
-    ``state``: under DDP; ``viewed``: under tpfuse.data_parallel; ``sharded``: under FSDP2, over dp x cp.
+    ``state``: under DDP; ``viewed``: under tpfuse.data_parallel; ``sharded``: under FSDP2, over dp x cp;
+    None for an optimizer of whole matrices.
     ``reduced``: DDP's all-reduces of gradient buckets, calls and bytes sent (a ring sends 2 (dp - 1) / dp of them);
     ``sharded_wire``: bytes that FSDP sends instead (two all-gathers, a reduce-scatter).
     """
@@ -128,9 +129,15 @@ class RankMemory(NamedTuple):
     parameters: int
     state: StateBytes
     viewed: StateBytes
-    sharded: StateBytes
+    sharded: StateBytes | None
     reduced: tuple[int, int]
     sharded_wire: int
+
+    @property
+    def states(self) -> dict[str, StateBytes]:
+        """What is held, by the name of what holds the replicas together."""
+        every = {"DDP": self.state, "data_parallel": self.viewed, "FSDP": self.sharded}
+        return {name: state for name, state in every.items() if state is not None}
 
 
 class MicroBatchCost(NamedTuple):
@@ -223,7 +230,7 @@ def held_by(model: Model, plan: Plan) -> RankMemory:
         parameters=sum(p.numel() for p in model.parameters()),
         state=state(),
         viewed=state(bucket_views=True),
-        sharded=state(dp=plan.replicas, sharded=True),
+        sharded=None if plan.optimizer in WHOLE else state(dp=plan.replicas, sharded=True),
         reduced=(buckets, int(2 * ring(plan.dp) * gradients)),
         sharded_wire=int(3 * ring(plan.replicas) * gradients),
     )
@@ -371,15 +378,15 @@ def against_formulas(r: DryRun) -> list[tuple[str, float, float, str]]:
 def memory_table(r: DryRun) -> str:
     """Returns a table of one rank's memory, under DDP, tpfuse.data_parallel and FSDP."""
     held, work, plan = r.held, r.work, r.plan
-    states = held.state, held.viewed, held.sharded
+    states = held.states.values()
     parts = "parameters", "gradients", "optimizer", "buckets", "gathered"
     names = "parameters", "gradients", f"optimizer ({plan.optimizer})", "DDP buckets", "FSDP, whole blocks"
     rows = [(name, *(quantity(getattr(state, part), "B") for state in states)) for name, part in zip(names, parts)]
-    rows.append(("activations and temporaries at the peak", *[quantity(work.peak, "B")] * 3))
+    rows.append(("activations and temporaries at the peak", *[quantity(work.peak, "B")] * len(states)))
     if gathered := piece_block(r.config, plan).attention.gathered:
-        rows.append(("of these keys and values, gathered", *[quantity(gathered, "B")] * 3))
+        rows.append(("of these keys and values, gathered", *[quantity(gathered, "B")] * len(states)))
     rows.append(("peak", *(quantity(state.total + work.peak, "B") for state in states)))
-    return table(("memory a rank", "DDP", "data_parallel", "FSDP"), rows)
+    return table(("memory a rank", *held.states), rows)
 
 
 _RATIOS = """Counted is what the model on meta tensors does, formula the closed form of papers; a ratio is no error.
@@ -409,6 +416,7 @@ def report(r: DryRun) -> str:
     ]
     if plan.dp > 1:
         rows.append(("dp", "all_reduce (DDP buckets)", "a step", held.reduced[0], quantity(held.reduced[1], "B")))
+    if plan.dp > 1 and held.sharded is not None:
         rows.append(("dp", "or FSDP: 2 all_gather, 1 reduce_scatter", "a step", None, quantity(held.sharded_wire, "B")))
     messages = table(("over", "collective", "in", "calls", "sent"), rows) if rows else "no collectives"
     kinds = table(
@@ -429,6 +437,7 @@ def as_json(plan: Plan, held: RankMemory, work: MicroBatchCost) -> dict[str, Any
     states = {
         name: getattr(held, name)._asdict() | dict(total=getattr(held, name).total)
         for name in ("state", "viewed", "sharded")
+        if getattr(held, name) is not None
     }
     planned = plan._asdict() | dict(dtype=str(plan.dtype).removeprefix("torch."), ranks=plan.ranks)
     return dict(
@@ -490,7 +499,9 @@ def sweep_table(points: list[Point]) -> str:
             rows.append((*sizes, *[None] * len(costs)))
             continue
         h, w = p.held, p.work
-        cells = [quantity(h.parameters), *(quantity(n, "B") for n in (h.state.total, h.sharded.total, w.saved, w.peak))]
+        sharded = None if h.sharded is None else quantity(h.sharded.total, "B")
+        state, *activations = (quantity(n, "B") for n in (h.state.total, w.saved, w.peak))
+        cells = quantity(h.parameters), state, sharded, *activations
         rows.append((*sizes, *cells, quantity(w.flops, "flop"), quantity(w.wire, "B"), quantity(h.reduced[1], "B")))
     errors = dict.fromkeys(f"tp {p.plan.tp}: {p.error}" for p in points if p.error)
     return "\n".join([table(("tp", "dp", "ranks", *costs), rows), *errors])

@@ -27,6 +27,8 @@ from ...layers.expert_sizes import ExpertSizes
 from ...layers.shards import same_on_replicas
 from ...layers.wiring import INNER, Branch, Join, norm_names, steps_at
 from ...models.config.model import ModelConfig
+from ...training.kfac.optimizer import weights_of
+from ...training.matrices import matrices_in
 from .shapes import Shape, check_imbalance
 
 RECOMPUTE = "none", "selective", "full", *SAVING
@@ -166,11 +168,25 @@ def _storage(t: Tensor) -> torch.UntypedStorage:
 # ---- state of parameters ----
 
 
-OPTIMIZERS: dict[str, Callable[[int], int]] = {  # bytes an element, from the parameter's own
+BY_ELEMENTS: dict[str, Callable[[int], int]] = {  # bytes an element, from the parameter's own
     "sgd": lambda size: 0,
     "adamw": lambda size: 2 * size,  # torch's: both moments in the parameter's dtype
     "adamw-fp32": lambda size: 8 + (4 if size < 4 else 0),  # both moments and a master copy in fp32
 }
+WHOLE = "muon", "kfac"  # whole on every rank; other parameters are AdamW's
+OPTIMIZERS = *BY_ELEMENTS, *WHOLE
+
+
+def _of_matrices(model: nn.Module, optimizer: str, size: Callable[[int], int]) -> dict[nn.Parameter, int]:
+    """Returns the bytes of the optimizer's state, whole on every rank, of each weight that it takes as a matrix."""
+    if optimizer == "muon":  # momentum, and the gradient that was gathered
+        found = matrices_in(getattr(model, "blocks", model))
+        return {p: math.prod(m.spec.shape) * size(p.element_size()) * (1 + (m.tp.size > 1)) for _, p, m in found}
+    if optimizer == "kfac":  # momentum, two factors and their inverses, in fp32
+        found = matrices_in(model, only=weights_of(model))
+        shapes = {p: (m.spec.shape, max(4, p.element_size())) for _, p, m in found}
+        return {p: (N * K + 2 * (N * N + K * K)) * each for p, ((N, K), each) in shapes.items()}
+    return {}
 
 
 class StateBytes(NamedTuple):
@@ -203,14 +219,18 @@ def state_bytes(
     """Returns the bytes of this rank's shard of a model.
 
     The model is replicated under DDP or, with ``sharded``, split by FSDP2 (each parameter by its first dimension).
-    ``optimizer``: "sgd", "adamw" (torch's, states in the parameters' dtype) or "adamw-fp32" (fp32 states and a master
-    copy).  ``main_grad``: under tpfuse.MainGrad, with gradients of 4 bytes, no buckets, and fp32 weights that the
-    optimizer steps on beside 16-bit parameters; ValueError with ``sharded``.  ``bucket_views``: under
-    tpfuse.data_parallel, where the gradients lie in DDP's buckets, and are not held twice.  Experts that are divided
-    among the replicas are in no bucket and are not sharded.
+    ``optimizer``: "sgd", "adamw" (torch's, states in the parameters' dtype), "adamw-fp32" (fp32 states and a master
+    copy), "muon" (of the blocks' matrices) or "kfac" (:class:`tpfuse.KFAC`), with "adamw" for the other parameters;
+    ValueError for the last two with ``sharded``, and where they refuse the model.  ``main_grad``: under
+    tpfuse.MainGrad, with gradients of 4 bytes, no buckets, and fp32 weights that the optimizer steps on beside 16-bit
+    parameters; ValueError with ``sharded``.  ``bucket_views``: under tpfuse.data_parallel, where the gradients lie in
+    DDP's buckets, and are not held twice.  Experts that are divided among the replicas are in no bucket and are not
+    sharded.
     """
     if main_grad and sharded:
         raise ValueError("state_bytes: main_grad is of a replicated model, and sharded is set")
+    if sharded and optimizer in WHOLE:
+        raise ValueError(f"state_bytes: {optimizer} needs whole matrices, and sharded is set")
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"state_bytes: optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
     parameters = list(model.parameters())
@@ -226,10 +246,13 @@ def state_bytes(
     gathered = sum(sorted([*units, ends])[-2:]) if sharded and dp > 1 else 0
     widened = lambda size: max(size, 4) if main_grad else size
     master = lambda size: 4 if main_grad and size < 4 else 0
+    matrices = _of_matrices(model, optimizer, widened)
+    by_elements = BY_ELEMENTS.get(optimizer, BY_ELEMENTS["adamw"])
+    states = sum(share(p) * by_elements(widened(p.element_size())) for p in parameters if p not in matrices)
     return StateBytes(
         parameters=weights,
         gradients=bytes_of(widened),
-        optimizer=bytes_of(lambda size: OPTIMIZERS[optimizer](widened(size)) + master(size)),
+        optimizer=states + sum(matrices.values()) + bytes_of(master),
         buckets=total if dp > 1 and not (sharded or main_grad or bucket_views) else 0,
         gathered=gathered,
     )

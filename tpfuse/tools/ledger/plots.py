@@ -167,7 +167,7 @@ def growth(points: Sequence[Point], path: Path) -> None:
     tp = max(p.plan.tp for p in counted)
     costs: dict[str, Callable[[Any], float]] = {
         "DDP state, B": lambda p: p.held.state.total,
-        "FSDP state, B": lambda p: p.held.sharded.total,
+        "FSDP state, B": lambda p: p.held.sharded.total if p.held.sharded else 0,
         "saved activations, B": lambda p: p.work.saved,
         "sent over tp, B": lambda p: p.work.wire,
         "sent over dp, B": lambda p: p.held.reduced[1],

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..ledger.aten import ELEMENTWISE
-from ..ledger.memory import OPTIMIZERS
+from ..ledger.memory import BY_ELEMENTS
 from ..ledger.recorder import FORWARD, Entry
 from .cluster import Cluster
 from .devices import AnyDevice, LocalCPU
@@ -58,7 +58,7 @@ def state_bytes(job: Job, split: Split, elements: Elements) -> Any:
     """Returns the bytes of a rank's state, a number or an array: parameters, gradients, optimizer, DDP's buckets of
     gradients (which a pipeline does not have), and what FSDP has gathered."""
     size = job.dtype.itemsize
-    element = 2 * size + OPTIMIZERS[job.optimizer](size)
+    element = 2 * size + BY_ELEMENTS[job.optimizer](size)
     if not split.sharded:
         in_buckets = (elements.local - elements.experts) * (split.dp > 1 and split.pp == 1)
         return elements.local * element + in_buckets * size
@@ -69,7 +69,7 @@ def optimizer_seconds(elements: float, job: Job, device: AnyDevice) -> float:
     """Returns the seconds of an optimizer's step over ``elements`` of a rank: one pass through memory that reads
     parameters, gradients and states and writes parameters and states."""
     size = job.dtype.itemsize
-    states, count = OPTIMIZERS[job.optimizer](size), round(elements)
+    states, count = BY_ELEMENTS[job.optimizer](size), round(elements)
     read, written = count * (2 * size + states), count * (size + states)
     step = Entry(job.optimizer, ELEMENTWISE, FORWARD, read=read, written=written, least=read + written, flops=0)
     return device.seconds(step, job.dtype)

@@ -79,7 +79,7 @@ class KFAC(torch.optim.Optimizer):
     ):
         numbers = dict(lr=lr, momentum=momentum, weight_decay=weight_decay, damping=damping, decay=decay)
         check_numbers("KFAC", numbers | dict(refresh=refresh), _RULES)
-        self.matrices = WholeMatrices(model, only=_weights(model))
+        self.matrices = WholeMatrices(model, only=weights_of(model))
         check_copies(model, self.matrices)
         self._moment = Moment()
         replicas = _replica_group(model, dp.get_group() if isinstance(dp, DeviceMesh) else dp)
@@ -199,7 +199,7 @@ class KFAC(torch.optim.Optimizer):
         self._moment.group = self.param_groups[0]
 
 
-def _weights(model: nn.Module) -> list[nn.Parameter]:
+def weights_of(model: nn.Module) -> list[nn.Parameter]:
     """Returns the trained weights of the model's linear layers.  ValueError where there are none, or ones of which no
     whole factor can be made."""
     weights = []

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ....kernels.runtime.errors import check
 from ....layers.wiring import WIRINGS, Branch, Norm, Steps
-from ...ledger.memory import OPTIMIZERS
+from ...ledger.memory import BY_ELEMENTS
 from ...ledger.shapes import Shape
 from ..split import Job
 
@@ -136,7 +136,7 @@ def stack(job: Job, blocks: int = 1) -> Graph:
             moved, name = _moved(kind, read.size, output.size), f"{k}.{name}" if blocks > 1 else name
             sources = tuple((k * len(nodes) + i) % (blocks * len(nodes)) for i in inputs)
             ops.append(BlockOp(name, kind, flops=flops, moved=moved, weights=weights, output=output, inputs=sources))
-    return Graph(tuple(ops), element, (2 * element + OPTIMIZERS[job.optimizer](element)) * s.L / blocks)
+    return Graph(tuple(ops), element, (2 * element + BY_ELEMENTS[job.optimizer](element)) * s.L / blocks)
 
 
 def _moved(kind: str, read: int, written: int) -> int:
