@@ -148,7 +148,7 @@ def test_a_short_soak(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.rare)])
 def test_an_interrupted_soak_leaves_nothing(tmp_path, number):
     process = subprocess.Popen(command("--out", tmp_path), cwd=ROOT, stderr=subprocess.DEVNULL)
     log = tmp_path / "undisturbed/run/log.jsonl"

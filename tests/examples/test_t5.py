@@ -9,6 +9,6 @@ pytest.importorskip("transformers")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("procs", [0, 2, 4])
+@pytest.mark.parametrize("procs", [0, 2, pytest.param(4, marks=pytest.mark.rare)])
 def test_the_numbers_are_those_of_transformers(procs):
     assert largest(ok("t5.py", procs=procs)) <= 1e-10

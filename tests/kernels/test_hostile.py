@@ -148,7 +148,7 @@ def test_forms(monkeypatch, name, other, form):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [0, len(FORMS) // 2])
+@pytest.mark.parametrize("first", [0, pytest.param(len(FORMS) // 2, marks=pytest.mark.rare)])
 @CASE
 def test_forms_one_by_one(monkeypatch, name, other, first):
     """One tensor at a time, each in another form than the one before."""

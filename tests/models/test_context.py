@@ -104,11 +104,12 @@ def test_one_process(ranks, kind, form, layout):
 
 
 def every():
-    """Each kind by each of the three ways, at the sizes of one kind in three."""
+    """Each kind by each of the three ways, the third rarely, at the sizes of one kind in three."""
     for n, kind in enumerate(ALL_KINDS):
         forms = [form for form in FORMS if form != "packed" or kind not in UNPACKED]
         for i, layout in enumerate([*LAYOUTS][n % 3 * 3 :][:3], n):
-            yield kind, forms[i % len(forms)], layout, ("fastest", "smallest")[i % 2]
+            case = kind, forms[i % len(forms)], layout, ("fastest", "smallest")[i % 2]
+            yield pytest.param(*case, marks=[pytest.mark.rare] * (i - n == 2))
 
 
 @pytest.mark.slow
