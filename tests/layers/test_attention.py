@@ -130,6 +130,12 @@ def test_decoding_with_a_cache(ranks, R):
             (48, 12, 6),
             "num_kv_heads=6 and tensor-parallel size 4: one must divide the other; use size 1, 2, 3, 6, 12",
         ),
+        (4, (1 << 40, 1 << 40, 5 << 3), "num_heads=1099511627776 is not divisible by num_kv_heads=40"),
+        (
+            48,
+            (3 << 40, 3 << 40, 32),
+            "num_kv_heads=32 and tensor-parallel size 48: one must divide the other; use size 1,",
+        ),
     ],
 )
 def test_heads_that_cannot_be_split(size, args, match):

@@ -184,3 +184,10 @@ def test_heads_that_cannot_be_divided():
     with pytest.raises(ValueError, match=re.escape(f"{words}; use size 1, 2, 3, 4, 6, 12, or cp_kind='keys'")):
         HeadSplit(4, 3, 8).check("attention")
     assert HeadSplit(6, 2, 4).copies == 2 and HeadSplit(1, 8, 4).copies == 4
+
+
+def test_heads_of_any_number_are_checked_at_once():
+    """A spoilt file may ask for as many as an integer holds."""
+    HeadSplit(1, 1 << 60, 1).check("attention")
+    with pytest.raises(ValueError, match=r"use size 1, 2, 4, 8, or cp_kind='keys'"):
+        HeadSplit(1, 1 << 60, 3).check("attention")

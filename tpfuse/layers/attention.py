@@ -175,7 +175,8 @@ class ParallelAttention(ParallelModule):
                 D, (groups, heads + 2, E), shape.bias, tp=tp, init_std=init.std, dtype=dtype, device=device
             )
         else:
-            check(tp.all_leaves % groups == 0, _kv_heads_error(H, groups, tp))
+            if tp.all_leaves % groups:
+                raise ValueError(_kv_heads_error(H, groups, tp))
             copies = tp.all_leaves // groups
             self.groups, self.heads_per_group = max(tp.leaves, 1), heads // copies + 2
             self.qkv = CopiedKV(
@@ -310,7 +311,7 @@ def rotated(qkv: Tensor, rope: Rope, positions: Tensor) -> Tensor:
 
 
 def _kv_heads_error(heads: int, groups: int, tp: TensorParallel) -> str:
-    name, got, sizes = "size", f"tensor-parallel size {tp.size}", [*range(1, heads + 1)]
+    name, got, sizes = "size", f"tensor-parallel size {tp.size}", [*range(1, min(heads, 4 * tp.size) + 1)]
     if tp.bitwise is not None:
         name, got, sizes = "bitwise", f"bitwise={tp.bitwise}", [*BITWISE]
     works = [r for r in sizes if heads % r == 0 and (groups % r == 0 or r % groups == 0)]

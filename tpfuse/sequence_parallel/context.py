@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from ..collectives import all_gather, all_to_all, gather, summed
 from ..kernels.attn.op import attend, attention_of_queries_bwd, attention_of_queries_fwd
 from ..kernels.attn.options import TENSORS, Options, QueryChunk
-from ..kernels.runtime.errors import check
 from ..kernels.runtime.function import Function, once_differentiable
 from ..kernels.runtime.op import autocast
 from ..kernels.runtime.philox import global_rows
@@ -64,12 +63,13 @@ class HeadSplit(NamedTuple):
 
     def check(self, caller: str) -> None:
         """Raises the ValueError of ``caller`` for heads that cannot be divided."""
+        if self.divides:
+            return
         total = self.groups * self.heads
-        works = [n for n in range(1, total + 1) if self._replace(ranks=n).divides]
-        check(
-            self.divides,
+        works = [n for n in range(1, min(total, 4 * self.ranks) + 1) if self._replace(ranks=n).divides]
+        raise ValueError(
             f"{caller}: {total} query heads in {self.groups} groups a tensor-parallel rank are not divisible by"
-            f" context-parallel size {self.ranks}; use size {', '.join(map(str, works))}, or cp_kind='keys'",
+            f" context-parallel size {self.ranks}; use size {', '.join(map(str, works))}, or cp_kind='keys'"
         )
 
     @property
