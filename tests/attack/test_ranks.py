@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tests.common import assert_equal, changed, make_tp
 from tests.models.common import GPT_CONFIG, batch
 from tests.ranks.test_calls import CALLS
-from tpfuse import TensorParallel
+from tpfuse import TensorParallel, WholeMatrices
 from tpfuse.models import GPT
 
 PROMPT = torch.arange(12).view(2, 6)
@@ -110,7 +110,9 @@ def otherwise(model, how, kind, arguments, folder):
     """The call as rank 1 makes it."""
     if how in ELSEWHERE:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return ELSEWHERE[how][0](SimpleNamespace(model=model, tp=model.tp, optimizer=optimizer, folder=folder))
+        calls_on = SimpleNamespace(model=model, tp=model.tp, optimizer=optimizer, folder=folder)
+        calls_on.matrices = WholeMatrices(model.blocks)
+        return ELSEWHERE[how][0](calls_on)
     with STATE[how](model) if how in STATE else contextlib.nullcontext():
         altered = ALTERED[how][1](arguments) if how in ALTERED else arguments
         return call(model, kind, altered, how if how in MODES else "")

@@ -28,6 +28,7 @@ class Here:
         self.tp, self.folder = make_tp(world, False), folder
         self.model, self.other = GPT(GPT_CONFIG, tp=self.tp), GPT(GPT_CONFIG, tp=self.tp)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.matrices = tpfuse.WholeMatrices(self.model.blocks)
         self.model(**BATCH).loss.backward()
         self.model.generate(BATCH["input_ids"][:1], max_new_tokens=2)
         clip_grad_norm_(self.model, 1.0)
@@ -47,6 +48,8 @@ CALLS = {  # what is called, and its name in the error
     "pretrained": (lambda h: GPT.from_pretrained(h.folder, tp=h.tp), "GPT.from_pretrained"),
     "save_pretrained": (lambda h: h.model.save_pretrained(h.folder / "hf"), "GPT.save_pretrained"),
     "collective": (lambda h: reduce(X, h.tp), "reduce"),
+    "replicas": (lambda h: tpfuse.check_replicas(h.model, [h.optimizer]), "check_replicas"),
+    "gather": (lambda h: h.matrices.gather_gradients(), "WholeMatrices.gather_gradients"),
 }
 PAIRS = [(a, b) for i, a in enumerate(CALLS) for b in list(CALLS)[i + 1 :]]
 
