@@ -27,6 +27,7 @@ def add_optimizer(parser: Options, default: str = "adamw") -> None:
 
 
 def add_any_optimizer(parser: Options) -> None:
+    """Adds an optimizer, by elements or of whole matrices, for what counts one split."""
     text = (
         "optimizer whose states are counted; adamw-fp32: fp32 moments and master weights; muon, kfac: whole matrices on"
         " every rank, adamw for the rest"

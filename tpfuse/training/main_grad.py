@@ -250,8 +250,7 @@ def gradient(p: nn.Parameter) -> Tensor | None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Refuses to step on parameters that have no .grad, or before reduce()."""
     for weight in _held(optimizer):
-        original, place = original_of(weight), _place_of(weight)
-        p = weight if original is None else original
+        p, place = original_of(weight), _place_of(weight)
         if place is not None:
             place.check()
             place.refresh()
@@ -270,8 +269,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 def _place_of(weight: nn.Parameter) -> GradSlot | None:
-    original = original_of(weight)
-    reference = _STEPPED.get(weight if original is None else original)
+    reference = _STEPPED.get(original_of(weight))
     return None if reference is None else reference()
 
 

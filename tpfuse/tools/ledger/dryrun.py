@@ -135,7 +135,7 @@ class RankMemory(NamedTuple):
 
     @property
     def states(self) -> dict[str, StateBytes]:
-        """What is held, by the name of what holds the replicas together."""
+        """Returns the bytes of each state, by the name of what keeps the replicas alike."""
         every = {"DDP": self.state, "data_parallel": self.viewed, "FSDP": self.sharded}
         return {name: state for name, state in every.items() if state is not None}
 

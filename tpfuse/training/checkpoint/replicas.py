@@ -192,9 +192,11 @@ def watch_replicas(model: nn.Module, optimizer: Optimizers | None = None, *, eve
     """Makes every ``every``-th call of a model in training, or step of its pipeline, begin with :func:`check_replicas`.
 
     Calls are counted, and not the optimizer's steps: a rank that left one out is found.  Every rank calls this, with
-    the same ``every``; a second time it replaces the first.  ValueError for an ``every`` that is no positive integer.
+    the same ``every``; a second time it replaces the first.  ValueError for an ``every`` that is no
+    positive integer, and for what is no optimizer nor a list of them.
     """
     check_number("watch_replicas: every", every, integer())
+    as_tuple(optimizer)
     inner = unwrap(model)
     if inner not in _watches and not isinstance(inner, Model):
         inner.register_forward_pre_hook(_before_call)

@@ -61,7 +61,7 @@ class Owner(NamedTuple):
 
     def keeps_whole(self, key: str) -> bool:
         """Returns whether every rank has all of the optimizer's ``key``, which is then of any shape."""
-        return key != MAIN and original_of(self.weight) is not None
+        return key != MAIN and original_of(self.weight) is not self.weight
 
 
 Owners = Mapping[nn.Parameter, Owner]  # by what is stepped on, or by the parameter that a matrix is of
@@ -80,7 +80,7 @@ def owners_of(optimizers: Iterable[Optimizer]) -> Owners:
     owners: dict[nn.Parameter, Owner] = {}
     for optimizer in optimizers:
         for weight in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
-            p = _source(weight)
+            p = original_of(weight)
             if p in owners:
                 raise ValueError(
                     f"a parameter of shape {tuple(p.shape)} is stepped twice, by"
@@ -88,11 +88,6 @@ def owners_of(optimizers: Iterable[Optimizer]) -> Owners:
                 )
             owners[p] = Owner(optimizer, weight)
     return owners
-
-
-def _source(weight: nn.Parameter) -> nn.Parameter:
-    p = original_of(weight)
-    return weight if p is None else p
 
 
 # ---- out ----
@@ -173,12 +168,15 @@ def groups_of(entries: Entries, optimizers: Iterable[Optimizer]) -> list[Group]:
     """Returns the optimizers' groups as JSON has them, parameters by name, one optimizer after the other."""
     names = {id(stepped(p)): stored_name(name, spec) for name, (p, spec, _) in entries.items()}
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    missing = [p for group in groups for p in group["params"] if id(_source(p)) not in names]
+    missing = [p for group in groups for p in group["params"] if id(original_of(p)) not in names]
     if missing:
         raise ValueError(f"the optimizer holds a parameter of shape {tuple(missing[0].shape)} that is not the model's")
     plain = lambda v: v.item() if isinstance(v, Tensor) else v
     return [
-        {k: [*dict.fromkeys(names[id(_source(p))] for p in v)] if k == "params" else plain(v) for k, v in group.items()}
+        {
+            k: [*dict.fromkeys(names[id(original_of(p))] for p in v)] if k == "params" else plain(v)
+            for k, v in group.items()
+        }
         for group in groups
     ]
 
