@@ -62,7 +62,6 @@ REFUSED = {  # words of the error
     ("overlap", "bitwise"): "overlap='pairwise' adds in another order than bitwise",
     ("bitwise", "context parallelism"): "cp= is not built for bitwise=4",
     ("state_dict in torch's checkpoints", "bitwise"): "in slices of whole leaves, which no DTensor has",
-    ("bitwise", "FSDP2"): "in the order of its rings, and with bitwise=4 they are a tree",
     ("MainGrad", "DDP"): "leave DistributedDataParallel off and give MainGrad the data-parallel group",
     ("MainGrad", "FSDP2"): "as_dtensor: the model's gradients are in main_grad",
 }

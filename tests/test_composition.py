@@ -68,6 +68,7 @@ EVERYDAY = {"packed documents"}
 CONTEXT = "context parallelism"
 BITWISE = "bitwise"  # whose sums are those of one process, to the bit
 ONE_BLOCK = "one block"  # of compiled models: most of their time goes into tracing blocks
+TREES = "trees"  # of micro-batches' gradients, which make shards bitwise; with a vocabulary whose slices are DTensors'
 SHARES, PER_SHARE, SEQ, STEPS = 2, 2, 12, 2  # a step's samples are in two shares: of two replicas, or one after another
 CHANGES = {
     "dropout",
@@ -78,6 +79,7 @@ CHANGES = {
     "clipping by torch",
     BITWISE,
     ONE_BLOCK,
+    TREES,
 }
 FP32, ROUNDINGS = 2e-6, 2.0  # under autocast: so many times what bf16 makes of one process's fp32
 
@@ -112,6 +114,7 @@ def _job(rows: tuple[str, ...], column: str) -> Job:
     refused, names = REFUSED.get((rows[0], column), ""), {*rows, column}
     name = rows[0] if rows[0] in MODELS else "GPT-2"
     on = names - {name} | ({ONE_BLOCK} if "torch.compile" in names else set())
+    on |= {TREES} if {"FSDP2", BITWISE} <= names else set()
     return Job(rows, name, frozenset(on), refused)
 
 
@@ -176,6 +179,8 @@ def make(name: str, on: frozenset[str], tp: TensorParallel, dp: Any) -> nn.Modul
     if name == "BERT":
         return Bert(replace(BERT, num_layers=layers, **drops), tp=tp, dp=dp, masked_lm=True, **options)
     config = {"Llama": LLAMA, "Mixtral": MIXTRAL, **OTHERS}.get(name, GPT2)
+    if TREES in on:
+        config = replace(config, vocab_size=64)
     types = {} if config.layer_types is None else dict(layer_types=config.layer_types[-layers:])
     exact = name in OTHERS and "autocast" not in on  # roundings of fp32 grow with the root of the width
     with default_dtype(torch.float64 if exact else torch.float32):
@@ -254,6 +259,8 @@ class Run:
             mesh = self.mesh["dp", "cp"]._flatten() if CONTEXT in self.on else self.mesh["dp"]
             for module in (*blocks, self.model):
                 fully_shard(module, mesh=mesh)
+        if TREES in self.on:
+            trained = tpfuse.data_parallel(self.model, self.mesh["dp"], bitwise_micro_batches=SHARES)
         if "DDP" in self.on:
             trained = DistributedDataParallel(self.model, process_group=self.mesh["dp"].get_group())
         if "torch.compile" in self.on:
@@ -266,9 +273,9 @@ class Run:
         total = torch.zeros(())
         for share in shares:
             with torch.autocast("cpu", torch.bfloat16) if "autocast" in self.on else contextlib.nullcontext():
-                loss = self.trained(**call_of(self.name, self.on, number, share)).loss / len(shares)
-            self.scaler.scale(loss).backward()
-            total = total + loss.detach().float()
+                loss = self.trained(**call_of(self.name, self.on, number, share)).loss
+            self.scaler.scale(loss if TREES in self.on else loss / len(shares)).backward()
+            total = total + loss.detach().float() / len(shares)
         if self.main is not None:
             self.main.reduce()
         self.scaler.unscale_(self.optimizer)

@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from bench.bits.kinds import KINDS
-from tpfuse import TensorParallel, clip_grad_norm_, data_parallel
+from tpfuse import TensorParallel, clip_grad_norm_, data_parallel, save_checkpoint
 from tpfuse.layers.shards import named_specs
 from tpfuse.models import GPT
 from tpfuse.training.micro_batches import MicroBatchReplica
@@ -17,13 +18,18 @@ K, SAMPLES, SEQ = 4, 3, 13
 LAYOUTS = (1, 1), (4, 1), (2, 2), (1, 4), (2, 1)  # dp, tp
 
 
-def trained(world, dp, kind, dtype):
-    """-> losses by micro-batch, norms; weights and gradients after two steps, with their slices of the whole."""
+def trained(world, dp, kind, dtype, prepare=lambda model, mesh: model, folder=None):
+    """-> losses by micro-batch, norms; weights and gradients after two steps, with their slices of the whole.
+
+    ``prepare`` divides the model over the replicas; ``folder`` takes a checkpoint after the first step.
+    """
     torch.set_num_threads(1)
     mesh = world.mesh(dp, world.size // dp)
     config = KINDS[kind]
     model = GPT(config, tp=TensorParallel(mesh["tp"], sequence_parallel=True, bitwise=8), dp=mesh["dp"], seed=3)
-    replica = data_parallel(model.to(dtype).train(), mesh["dp"], bitwise_micro_batches=K)
+    specs = {name: spec.local(owner) for name, spec, owner in named_specs(model)}
+    prepare(model.to(dtype).train(), mesh)
+    replica = data_parallel(model, mesh["dp"], bitwise_micro_batches=K)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator, losses, norms, tensors = torch.Generator().manual_seed(5), {}, [], {}
     for step in range(2):
@@ -37,9 +43,18 @@ def trained(world, dp, kind, dtype):
         tensors |= {f"gradient {name}": p.grad.clone() for name, p in model.named_parameters()}
         norms.append(clip_grad_norm_(model, 0.5))
         optimizer.step()
+        if folder is not None and step == 0:
+            save_checkpoint(folder, model, optimizer, step=1)
     tensors |= {f"weight {name}": p.detach() for name, p in model.named_parameters()}
-    specs = {name: spec.local(owner) for name, spec, owner in named_specs(model)}
-    return losses, norms, {name: (t, specs[name.split(" ", 1)[1]]) for name, t in tensors.items()}
+    is_whole = lambda t: isinstance(t, DTensor)
+    return (
+        losses,
+        norms,
+        {
+            name: (t.full_tensor(), ()) if is_whole(t) else (t, specs[name.split(" ", 1)[1]])
+            for name, t in tensors.items()
+        },
+    )
 
 
 def assert_same_bits(one, other):
@@ -50,11 +65,11 @@ def assert_same_bits(one, other):
         assert torch.equal(tensor, one[2][name][0][slices]), name
 
 
-def compare(ranks, kind, dtype, layouts):
+def compare(ranks, kind, dtype, layouts, *args):
     (one,) = ranks(1, trained, 1, kind, dtype)
     assert len(one[0]) == 2 * K
     for dp, tp in layouts:
-        for result in ranks(dp * tp, trained, dp, kind, dtype):
+        for result in ranks(dp * tp, trained, dp, kind, dtype, *args):
             assert_same_bits(one, result)
 
 

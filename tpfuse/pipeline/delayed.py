@@ -179,10 +179,11 @@ class DelayedPipeline(Pipeline):
         else:
             batch.take(self.micro_batch)
 
-    def _of_head(self, p: nn.Parameter, gradient: Tensor) -> None:
+    def _of_head(self, p: nn.Parameter, gradient: Tensor) -> bool:
         batch = self._running
         assert batch is not None and batch.trees is not None
         batch.trees.add(batch.version.parameters[p], gradient, self.micro_batch, HEAD)
+        return True
 
     # ---- what is refused ----
 

@@ -270,9 +270,10 @@ class Pipeline:
         if self.trees is not None and kind != FORWARD:
             self.trees.take(micro_batch)
 
-    def _of_head(self, p: nn.Parameter, gradient: Tensor) -> None:
+    def _of_head(self, p: nn.Parameter, gradient: Tensor) -> bool:
         assert self.trees is not None
         self.trees.add(p, gradient, self.micro_batch, HEAD)
+        return True
 
     @property
     def _dp(self) -> dist.ProcessGroup | None:

@@ -45,6 +45,11 @@ class GradientTrees:
         self._sums: dict[tuple[nn.Parameter, int], TreeSum] = {}
         _counts[model] = local * self.size
 
+    def index(self, i: int) -> int:
+        """Returns the number, among all of a step, of the i-th micro-batch here."""
+        rank = 0 if self.replicas is None else self.replicas.rank()
+        return rank * self.local + i
+
     def add(self, p: nn.Parameter, gradient: Tensor, micro_batch: int, use: int = EMBEDDING) -> None:
         """Adds a parameter's gradient of a micro-batch, from 0 here, which the tree then owns."""
         self._sums.setdefault((p, use), TreeSum()).add(gradient, micro_batch)
@@ -116,28 +121,27 @@ class GradientTrees:
 
 # ---- a tied weight ----
 
-TakeGradient = Callable[[nn.Parameter, Tensor], None]
+TakeGradient = Callable[[nn.Parameter, Tensor], bool]  # whether it has taken it
 _takers: "weakref.WeakKeyDictionary[nn.Module, weakref.WeakMethod[TakeGradient]]" = weakref.WeakKeyDictionary()
 
 
 class _Apart(Function):
-    """A weight whose gradient is handed to ``take``, and goes no further."""
+    """A weight whose gradient goes no further where ``take`` takes it."""
 
     @staticmethod
-    def forward(ctx: Any, weight: nn.Parameter, take: TakeGradient) -> Tensor:
-        ctx.weight, ctx.take = weight, take
+    def forward(ctx: Any, weight: Tensor, p: nn.Parameter, take: TakeGradient) -> Tensor:
+        ctx.p, ctx.take = p, take
         return weight.view_as(weight)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
-        ctx.take(ctx.weight, gradient.clone())
-        return None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+        return None if ctx.take(ctx.p, gradient.clone()) else gradient, None, None
 
 
 def take_head_gradients(model: nn.Module, take: TakeGradient) -> None:
-    """Hands the gradient that a model's head has for a tied weight to ``take``, a method, in place of ``.grad``, for as
-    long as the method's object lives."""
+    """Hands the gradient that a model's head has for a tied weight to ``take``, a method, before it is added to the
+    other's, for as long as the method's object lives."""
     _takers[model] = weakref.WeakMethod(take)
 
 
@@ -145,7 +149,7 @@ def apart(model: nn.Module, weight: nn.Parameter) -> Tensor:
     """Returns the embedding's weight as the head of ``model`` uses it."""
     taker = _takers.get(model)
     take = None if taker is None else taker()
-    return local(weight) if take is None else _Apart.apply(weight, take)
+    return local(weight) if take is None else _Apart.apply(local(weight), weight, take)
 
 
 def micro_batches_of(model: nn.Module) -> int | None:

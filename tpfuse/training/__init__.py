@@ -15,5 +15,6 @@ ok_topk/       gradients over slow links: the sum of what is large, the rest kep
 optim          param_groups, clip_grad_norm_
 originals      tensors that optimizers step on in the place of others
 packing        documents packed into rows, balanced over replicas
+sharded_trees  the tree of micro-batches where FSDP2 shards the gradients
 totals         the buffers of a MainGrad: sums of gradients and fp32 weights
 """

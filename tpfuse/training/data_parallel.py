@@ -22,10 +22,12 @@ from ..kernels.runtime.rules import COUNT, NOT_NEGATIVE, check_number, listed
 from ..layers.shards import named_specs
 from ..models.model import Model, staged_in
 from ..parallel import TensorParallel, resolve
+from ..pipeline.trees import GradientTrees
 from ..ranks.agreement import Header, agree
 from ..ranks.messages import together
 from .calls import CallRecord, record_calls
 from .foreign.groups import WRAPPED, error_of
+from .foreign.replica_shards import over_replicas
 from .micro_batches import MicroBatchReplica
 
 BUCKETS = [1 << 20, 25 << 20]  # bytes: torch's own, of the first gradients that are ready and of the others
@@ -73,27 +75,28 @@ def data_parallel(
     ``bitwise_micro_batches``: the number K of micro-batches in a step, a power of two that the replicas divide.  The
     gradient is the mean of all K, added as a binary tree, the same bits at every number of replicas; then a
     :class:`MicroBatchReplica` comes back, which is called K / replicas times a step, and ``dp`` may be None for one
-    process.  A model with ``TensorParallel(bitwise=V)`` then has the same bits at every (dp, tp).
+    process.  A model with ``TensorParallel(bitwise=V)`` then has the same bits at every (dp, tp).  FSDP2 may have
+    divided it over ``dp``, with a ``reduce_dtype`` that is the parameters'.
 
     All ranks call it.  ValueError on every rank, before anything is changed, for a ``dp`` that is not the model's or
-    in which ranks hold different slices; for a model that is under DistributedDataParallel, FSDP or MainGrad, holds
-    pipeline stages, has no trainable parameter, is on the meta device, or has a BatchNorm layer whose statistics would
-    be each replica's own; for experts over other replicas, or with ``bitwise_micro_batches``; and where replicas have
-    different parameters or settings.
+    in which ranks hold different slices; for a model that is under DistributedDataParallel, MainGrad, or, without
+    ``bitwise_micro_batches`` or in part, FSDP; for one that holds pipeline stages, has no trainable parameter, is on
+    the meta device, or has a BatchNorm layer whose statistics would be each replica's own; for experts over other
+    replicas, or with ``bitwise_micro_batches``; and where replicas have different parameters or settings.
     """
     check(isinstance(model, nn.Module), f"{_NAME}: model must be a module, got {type(model).__name__}")
     if dp is None and bitwise_micro_batches is not None:
         _check_micro_batches(bitwise_micro_batches, 1, bucket_cap_mb)
-        _check(model, None, bucket_cap_mb)
+        _check(model, None, bucket_cap_mb, shards=True)
         _check_experts(model, None, bitwise_micro_batches)
-        return MicroBatchReplica(model, None, bitwise_micro_batches)
+        return MicroBatchReplica(model, GradientTrees(model, bitwise_micro_batches, None))
     group = _group(dp)
     groups = [*_split_over(model), group]
 
     def examine() -> None:
         if bitwise_micro_batches is not None:
             _check_micro_batches(bitwise_micro_batches, group.size(), bucket_cap_mb)
-        _check(model, group, bucket_cap_mb)
+        _check(model, group, bucket_cap_mb, shards=bitwise_micro_batches is not None)
         _check_experts(model, group, bitwise_micro_batches)
 
     together(examine, groups)
@@ -103,9 +106,10 @@ def data_parallel(
     shared |= {} if bitwise_micro_batches is None else order_of_sums()
     together(lambda: agree(group, Header(_NAME, axis="data-parallel"), shared), groups)
     if bitwise_micro_batches is not None:
-        for tensor in (*model.parameters(), *model.buffers()):
+        shared_tensors = [x for x in (*model.parameters(), *model.buffers()) if not isinstance(x, DTensor)]
+        for tensor in shared_tensors:
             dist.broadcast(tensor.detach(), group=group, group_src=0)
-        return MicroBatchReplica(model, group, bitwise_micro_batches)
+        return MicroBatchReplica(model, _trees(model, bitwise_micro_batches // group.size(), group))
     left_out = {*getattr(model, _IGNORED, ()), *(name for name, _, tp in _parameters(model) if tp.replicas > 1)}
     if left_out:
         setattr(model, _IGNORED, left_out)
@@ -180,17 +184,41 @@ def _parameters(model: nn.Module) -> list[tuple[str, nn.Parameter, TensorParalle
     return [(name, p, tp) for (name, p), (*_, tp) in zip(model.named_parameters(), named_specs(model), strict=True)]
 
 
-def _check(model: nn.Module, group: dist.ProcessGroup | None, bucket_cap_mb: float | None) -> None:
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # slow to import
+def _is_sharded(model: nn.Module) -> bool:
+    """Returns whether FSDP2 shards a part of the model."""
+    from torch.distributed.fsdp import FSDPModule  # slow to import
+
+    return any(isinstance(part, FSDPModule) for part in model.modules())
+
+
+def _trees(model: nn.Module, local: int, group: dist.ProcessGroup) -> GradientTrees:
+    """Returns the trees of ``local`` micro-batches on each replica: of whole gradients, or of FSDP2's shards."""
+    if not _is_sharded(model):
+        return GradientTrees(model, local, group)
+    from .sharded_trees import ShardedTrees  # as FSDP2 is slow to import
+
+    return ShardedTrees(model, local, group)
+
+
+def _check(
+    model: nn.Module, group: dist.ProcessGroup | None, bucket_cap_mb: float | None, *, shards: bool = False
+) -> None:
+    """ValueError for a model that cannot be replicated; ``shards``: whether FSDP2 may have divided it."""
+    from torch.distributed.fsdp import FullyShardedDataParallel  # slow to import
 
     name = f"{_NAME}: {type(model).__name__}"
     if bucket_cap_mb is not None:
         check_number(f"{_NAME}: bucket_cap_mb", bucket_cap_mb, NOT_NEGATIVE)
     wrapped = any(isinstance(part, DistributedDataParallel) for part in model.modules()) or under_ddp(model)
     check(not wrapped, f"{name} is under DistributedDataParallel already; wrap it once")
-    sharded = any(isinstance(part, FSDPModule | FullyShardedDataParallel) for part in model.modules())
-    check(not sharded, f"{name} is under FSDP, which averages the gradients itself; leave {_NAME} off")
-    _check_parameters(name, model)
+    flattened = any(isinstance(part, FullyShardedDataParallel) for part in model.modules())
+    sharded = _is_sharded(model)
+    check(
+        not flattened and (shards or not sharded),
+        f"{name} is under FSDP, which averages the gradients itself; leave {_NAME} off",
+    )
+    check(group is not None or not sharded, f"{name} is under FSDP, so dp must be its replicas, got None")
+    _check_parameters(name, model, group if sharded else None)
     check(
         staged_in(model) is None,
         f"{name} holds pipeline stages, whose split backward passes DistributedDataParallel does not see; give the"
@@ -225,15 +253,32 @@ def _check_experts(model: nn.Module, group: dist.ProcessGroup | None, micro_batc
             )
 
 
-def _check_parameters(name: str, model: nn.Module) -> None:
+def _check_parameters(name: str, model: nn.Module, shards: dist.ProcessGroup | None) -> None:
+    """``shards``: the replicas over which FSDP2 divides each trainable parameter; None where it divides none."""
     parameters = dict(model.named_parameters())
-    dtensors = [path for path, p in parameters.items() if isinstance(p, DTensor)]
-    check(not dtensors, f"{name}: {listed(dtensors)} is a DTensor, which FSDP2 takes; leave tpfuse.as_dtensor off")
+    if shards is None:
+        dtensors = [path for path, p in parameters.items() if isinstance(p, DTensor)]
+        check(not dtensors, f"{name}: {listed(dtensors)} is a DTensor, which FSDP2 takes; leave tpfuse.as_dtensor off")
+    else:
+        others = [path for path, p, tp in _parameters(model) if p.requires_grad and not _is_over(p, tp, shards)]
+        check(
+            not others,
+            f"{name}: fully_shard does not divide {listed(others)} over just the replicas"
+            f" {dist.get_process_group_ranks(shards)}; call it on the whole model too, with mesh=mesh['dp']",
+        )
     meta = [path for path, p in parameters.items() if p.is_meta]
     check(not meta, f"{name}: {listed(meta)} is on the meta device; give the model its values first")
     check(
         any(p.requires_grad for p in parameters.values()), f"{name} has no trainable parameter, so nothing to average"
     )
+
+
+def _is_over(p: nn.Parameter, tp: TensorParallel, group: dist.ProcessGroup) -> bool:
+    """Returns whether FSDP2 divides a parameter over just these replicas."""
+    if not isinstance(p, DTensor):
+        return False
+    axes = [(dist.get_process_group_ranks(g), placement.is_replicate()) for g, placement in over_replicas(p, tp)]
+    return axes == ([] if group.size() == 1 else [(dist.get_process_group_ranks(group), False)])
 
 
 def _check_group(model: nn.Module, group: dist.ProcessGroup) -> None:

@@ -7,7 +7,6 @@ wants to know the whole, a shard's :class:`~tpfuse.layers.module.Spec` says it.
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..kernels.runtime.errors import check
 from ..kernels.runtime.main_grad import refuse
 from ..layers.shards import named_specs
 from ..layers.state import to_dtensor
@@ -18,8 +17,9 @@ def as_dtensor(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
     Returns the model.  ``mesh`` is the tensor-parallel mesh, or one with a dimension named "tp".  Call it before
     ``fully_shard(..., mesh=mesh["dp"])`` and before the optimizer is made.  Experts that are divided among the replicas
-    stay as they are, and ``fully_shard`` leaves them out.  ValueError where the mesh is not of the
-    model's tensor-parallel size, the model has a MainGrad, or its sums are by leaves (``bitwise``).
+    stay as they are, and ``fully_shard`` leaves them out.  FSDP2 adds over replicas in the order of its rings; beside
+    ``bitwise`` :func:`tpfuse.data_parallel`, with bitwise_micro_batches, makes it a tree.  ValueError where the mesh is
+    not of the model's tensor-parallel size, the model has a MainGrad, or no DTensor has its slices (of whole leaves).
     """
     if mesh.ndim > 1:
         if "tp" not in (mesh.mesh_dim_names or ()):
@@ -33,18 +33,12 @@ def as_dtensor(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
             continue
         if mesh.size() != tp.size:
             raise ValueError(f"as_dtensor: {name} is split over {tp.size} ranks, and the mesh has {mesh.size()}")
-        check(
-            tp.bitwise is None,
-            f"as_dtensor: FSDP2 adds the gradients of {name} in the order of its rings, and with bitwise={tp.bitwise}"
-            " they are a tree; use tpfuse.data_parallel(model, dp, bitwise_micro_batches=K)",
-        )
-    parameters = list(model.named_parameters())
-    for (name, p), (_, spec, tp) in zip(parameters, specs, strict=True):
-        if tp.replicas > 1:
-            continue
+    replaced = {
+        name: nn.Parameter(to_dtensor(p.detach(), spec, tp, mesh), requires_grad=p.requires_grad)
+        for (name, p), (_, spec, tp) in zip(model.named_parameters(), specs, strict=True)
+        if tp.replicas == 1
+    }
+    for name, parameter in replaced.items():
         path, _, leaf = name.rpartition(".")
-        owner = model.get_submodule(path)
-        owner.register_parameter(
-            leaf, nn.Parameter(to_dtensor(p.detach(), spec, tp, mesh), requires_grad=p.requires_grad)
-        )
+        model.get_submodule(path).register_parameter(leaf, parameter)
     return model

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..kernels.runtime.errors import check
@@ -21,11 +20,10 @@ class MicroBatchReplica(nn.Module):
     micro-batches of all replicas.  ``zero_grad()`` begins a step anew, also one that an error has ended.
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None, micro_batches: int):
+    def __init__(self, module: nn.Module, trees: GradientTrees):
         super().__init__()
-        self.module, self.micro_batches, self._group = module, micro_batches, group
-        self._trees = GradientTrees(module, micro_batches // (1 if group is None else group.size()), group)
-        self._record = CallRecord("data_parallel", group)
+        self.module, self.micro_batches, self._trees = module, trees.local * trees.size, trees
+        self._record = CallRecord("data_parallel", trees.replicas)
         self._done, self._called, self._in_backward = 0, False, False
         for p in self._trees.trained.values():
             p.register_post_accumulate_grad_hook(self._accumulated)
@@ -39,8 +37,7 @@ class MicroBatchReplica(nn.Module):
     @property
     def micro_batch(self) -> int:
         """The index, among all K of a step, of the micro-batch of the next call."""
-        rank = 0 if self._group is None else self._group.rank()
-        return rank * self.local_micro_batches + self._done % self.local_micro_batches
+        return self._trees.index(self._done % self.local_micro_batches)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model.  A model that drops is told which masks: ``step``, and ``first_sample`` among all replicas'
@@ -97,10 +94,9 @@ class MicroBatchReplica(nn.Module):
         if self._add(p, p.grad, EMBEDDING):
             p.grad = None
 
-    def _of_head(self, p: nn.Parameter, gradient: Tensor) -> None:
-        """Takes the gradient that the head has for the embedding's weight."""
-        if not self._add(p, gradient, HEAD):
-            p.grad = gradient if p.grad is None else p.grad.add_(gradient)
+    def _of_head(self, p: nn.Parameter, gradient: Tensor) -> bool:
+        """Takes the gradient that the head has for the embedding's weight, of a micro-batch."""
+        return self._add(p, gradient, HEAD)
 
     def _add(self, p: nn.Parameter, gradient: Tensor, use: int) -> bool:
         """Returns whether the gradient is of a micro-batch, and then adds it."""

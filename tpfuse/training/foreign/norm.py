@@ -15,7 +15,8 @@ from ...kernels.runtime.errors import check
 from ...kernels.runtime.leaves import placed
 from ...kernels.runtime.rules import check_number, limited
 from ...layers.shards import Whole
-from ...parallel import resolve
+from ...parallel import TensorParallel, resolve
+from .replica_shards import ReplicaShard, gathered, replica_shards
 
 _ORDER = limited("be more than 0", lambda v: v > 0)  # inf: the largest element
 
@@ -25,24 +26,28 @@ class GradPart(NamedTuple):
     elements.
 
     ``leaf``: the dimension and the width of the leaves whose norms are taken apart (``TensorParallel(bitwise=V)``).
+    ``shard``: how FSDP2 divides the rank's slice, of which these elements are then a part.
     """
 
     elements: Tensor
     groups: tuple[str, ...] = ()
     copies: int = 1
     leaf: tuple[int, int] | None = None
+    shard: ReplicaShard | None = None
 
 
 def part_of(grad: Tensor, slice_of: Whole | None) -> GradPart:
     """Returns a gradient's part; ``slice_of``: the whole that its parameter is a slice of, if it is split."""
     groups: dict[str, None] = {}
-    covered, leaf = False, None if slice_of is None else _leaf(slice_of)
+    covered, leaf, shard = False, None if slice_of is None else _leaf(slice_of), None
     if isinstance(grad, DTensor):
+        shards = replica_shards(grad, TensorParallel() if slice_of is None else slice_of.tp)
         check(
-            leaf is None,
-            "the norm of bitwise gradients: FSDP2 shards them, in the order of whose rings they were added; use"
-            " tpfuse.data_parallel(model, dp, bitwise_micro_batches=K) in place of fully_shard",
+            leaf is None or len(shards) < 2,
+            f"the norm of bitwise gradients: FSDP2 divides one of {tuple(grad.shape)} over {len(shards)} dimensions of"
+            " a mesh; flatten them to one",
         )
+        shard = shards[0] if len(shards) == 1 else None
         for i, placement in enumerate(grad.placements):
             group = grad.device_mesh.get_group(i)
             covered = covered or (slice_of is not None and _ranks(group) == _ranks(slice_of.tp.group))
@@ -50,10 +55,10 @@ def part_of(grad: Tensor, slice_of: Whole | None) -> GradPart:
                 groups[group.group_name] = None
         grad = grad.to_local()
     if slice_of is None:
-        return GradPart(grad, tuple(groups))
+        return GradPart(grad, tuple(groups), shard=shard)
     if not covered and slice_of.tp.group_name is not None:
         groups[slice_of.tp.group_name] = None
-    return GradPart(grad, tuple(groups), slice_of.spec.copies, leaf)
+    return GradPart(grad, tuple(groups), slice_of.spec.copies, leaf, shard=shard)
 
 
 def _leaf(slice_of: Whole) -> tuple[int, int] | None:
@@ -107,7 +112,7 @@ def total_norm(
 def _by_groups(parts: Sequence[GradPart], norm: _Norm, order: float) -> Tensor:
     """Returns what is joined of the parts over each set of groups [n]; a zero where there are none."""
     kinds: dict[tuple[tuple[str, ...], int, torch.dtype, torch.device], list[Tensor]] = {}
-    for x, groups, copies, _ in parts:
+    for x, groups, copies, *_ in parts:
         kinds.setdefault((groups, copies, x.dtype, x.device), []).append(x)
     norms_of: dict[tuple[str, ...], list[Tensor]] = {}
     for (groups, copies, dtype, _), grads in kinds.items():
@@ -122,13 +127,15 @@ def _by_groups(parts: Sequence[GradPart], norm: _Norm, order: float) -> Tensor:
 
 def _in_any_order(parts: Sequence[GradPart], norm: _Norm, order: float, stages: dist.ProcessGroup | None) -> Tensor:
     """Returns what is joined of the norms of all leaves and of all parts without: rounded once, so that it has the same
-    bits at every number of ranks and stages.
+    bits at every number of ranks, replicas and stages.
 
     A norm is of a contiguous leaf at a multiple of 16 bytes: torch's kernels begin otherwise at other addresses.
     """
     device = parts[0].elements.device if parts else torch.device("cpu")
     norms_of: dict[tuple[str, ...], list[Tensor]] = {(): [torch.zeros(0, dtype=torch.float64, device=device)]}
-    for x, groups, copies, leaf in parts:
+    for x, groups, copies, leaf, shard in parts:
+        if shard is not None:
+            x, groups = gathered(x, shard), tuple(name for name in groups if name != shard.group.group_name)
         pieces = [x] if leaf is None else [placed(piece.contiguous()) for piece in x.split(leaf[1], leaf[0])]
         norms_of.setdefault(groups, []).append(norm.raised(_norms(pieces, order, x.dtype), copies))
     values = torch.cat([_gathered(torch.cat(norms_of[groups]), groups) for groups in sorted(norms_of)])
