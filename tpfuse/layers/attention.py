@@ -196,7 +196,7 @@ class ParallelAttention(ParallelModule):
                 HeadNorm(E, shape.eps, kind=shape.qk_norm_kind, tp=tp, dtype=dtype, device=device) for _ in range(2)
             )
         out_bias = shape.bias if shape.out_bias is None else shape.out_bias
-        self.out = RowParallelLinear(H * E, D, out_bias, tp=tp, init_std=init.out, dtype=dtype, device=device)
+        self.out = RowParallelLinear(H * E, D, out_bias, tp=tp, init_std=init.output_std, dtype=dtype, device=device)
 
     @property
     def copies(self) -> int:

@@ -47,7 +47,7 @@ class ExpertSizes(NamedTuple):
         return self.ranks // self.replicas
 
     @property
-    def here(self) -> float:
+    def local_rows(self) -> float:
         """Rows of this rank's experts."""
         return self.shape.routing.k * self.rows * self.imbalance
 
@@ -75,7 +75,7 @@ class ExpertSizes(NamedTuple):
 
     def flops(self) -> float:
         """Returns those of a forward pass, of which backward has twice as many."""
-        columns = self.here * self.shape.ffn_size + self.rows * self.shape.shared_width
+        columns = self.local_rows * self.shape.ffn_size + self.rows * self.shape.shared_width
         return 6 * columns * self.shape.hidden_size + 2 * self.rows * self.router
 
     def saved(self, *, kept: bool) -> float:
@@ -92,7 +92,7 @@ class ExpertSizes(NamedTuple):
             of_rows += 2 * e * S + self.tp * a + gate * (2 * a + 4)
         offsets = 8 * (E + 1 + several * (E // self.ranks + 1))
         widened = a * self.router if a > e or gate else 0
-        return self.here * of_experts + self.rows * of_rows + exchanged + offsets + widened
+        return self.local_rows * of_experts + self.rows * of_rows + exchanged + offsets + widened
 
     def wire(self, *, kept: bool = True, recomputed: bool = False) -> float:
         """Returns the bytes that are sent in forward and backward, with ``recomputed`` in a second forward too."""
@@ -100,7 +100,7 @@ class ExpertSizes(NamedTuple):
         e, a, t = self.element, self.accumulator, self.ranks
         if t == 1:
             return 0
-        there, back = (t - 1) * self.distinct(own=False), self.here * (1 - 1 / t)
+        there, back = (t - 1) * self.distinct(own=False), self.local_rows * (1 - 1 / t)
         weights = 2 * k * self.rows * (1 - self.imbalance / t)
         forward = (there + back) * e * D + weights * a + 8 * (E + t) * (t - 1)
         forward += self.peers * (2 * e * D + a)

@@ -71,7 +71,7 @@ class ParallelMLP(ParallelModule):
         self.fc1 = ColumnParallelLinear(
             D, (F, 2) if gated else F, bias, tp=self.tp, init_std=init.std, dtype=dtype, device=device
         )
-        self.fc2 = RowParallelLinear(F, D, bias, tp=self.tp, init_std=init.out, dtype=dtype, device=device)
+        self.fc2 = RowParallelLinear(F, D, bias, tp=self.tp, init_std=init.output_std, dtype=dtype, device=device)
 
     @property
     def copies(self) -> int:

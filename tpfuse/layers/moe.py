@@ -136,7 +136,7 @@ class ParallelMoE(Adaptable):
         dtype, device = init.dtype, init.device
         self.add_parameter("router", (E, D), None, init.std, dtype=dtype, device=device)
         self.add_parameter("fc1", (E, width, 2, D), 0, init.std, dtype=dtype, device=device)
-        self.add_parameter("fc2", (E, D, width), 0, init.out, dtype=dtype, device=device)
+        self.add_parameter("fc2", (E, D, width), 0, init.output_std, dtype=dtype, device=device)
         if routing.biased:
             bias_dtype = torch.promote_types(local(self.shard("router")).dtype, torch.float32)
             self.add_parameter("router_bias", (E,), None, "zeros", dtype=bias_dtype, device=device)
@@ -144,7 +144,7 @@ class ParallelMoE(Adaptable):
         if S is not None:
             self.tp.divide_leaves(S, f"{name}: shared_size")
             self.add_parameter("shared_fc1", (S, 2, D), 0, init.std, dtype=dtype, device=device)
-            self.add_parameter("shared_fc2", (D, S), 1, init.out, dtype=dtype, device=device)
+            self.add_parameter("shared_fc2", (D, S), 1, init.output_std, dtype=dtype, device=device)
         if gated:
             self.add_parameter("shared_gate", (1, D), None, init.std, dtype=dtype, device=device)
         if self.experts.size > 1:

@@ -127,7 +127,7 @@ class Init(NamedTuple):
     device: torch.device | str | None = None
 
     @property
-    def out(self) -> float:
+    def output_std(self) -> float:
         """Standard deviation of an output projection's weight."""
         return self.std if self.out_std is None else self.out_std
 

@@ -69,17 +69,17 @@ def living() -> list[nn.Module]:
     return list(_alive)
 
 
-class Whole(NamedTuple):
+class SplitParameter(NamedTuple):
     """The full parameter that a shard is a slice of, and the ranks that it is split over."""
 
     spec: Spec
     tp: TensorParallel
 
 
-def wholes(modules: Iterable[nn.Module] | None = None) -> dict[Tensor, Whole]:
+def wholes(modules: Iterable[nn.Module] | None = None) -> dict[Tensor, SplitParameter]:
     """Returns what is known of every parameter of these parallel modules; without them, of all that are alive.
 
     For torch's tools that are given parameters without their modules: optimizers, clipping, gradient scalers.  Those
     from which torch computes a parameter (torch.nn.utils.parametrize, prune, weight_norm) are slices as it is.
     """
-    return {p: Whole(spec, tp) for module in modules or living() for _, p, spec, tp in owned(module)}
+    return {p: SplitParameter(spec, tp) for module in modules or living() for _, p, spec, tp in owned(module)}

@@ -31,7 +31,7 @@ _CLIPPED = "max_norm of clip_grad_norm_ before a call"
 _CAUSE = "a call with dropout and without step= counts as a step; unequal numbers of micro-batches need step="
 
 
-class Call(NamedTuple):
+class CallValues(NamedTuple):
     """A call by what decides it: what may be another at each call, and the state of the module's parts, in words."""
 
     numbers: dict[str, str]
@@ -45,10 +45,10 @@ class CallRecord:
     def __init__(self, name: str, replicas: dist.ProcessGroup | None):
         self._header = Header(name, axis="data-parallel", causes=((_STEP, _CAUSE),))
         self._replicas = None if replicas is None else replicas.group_name
-        self._calls: list[Call] = []
+        self._calls: list[CallValues] = []
         self._parts: tuple[list[Any], dict[str, str], int] = ([], {}, 0)  # their mark, in words, digest
 
-    def describe(self, module: nn.Module, kwargs: Mapping[str, Any], hooks: str | None = None) -> Call:
+    def describe(self, module: nn.Module, kwargs: Mapping[str, Any], hooks: str | None = None) -> CallValues:
         """Describes a call of ``module`` with ``kwargs``; ``hooks``: what sends its gradients."""
         mark = mark_of(module)
         if mark != self._parts[0]:
@@ -65,9 +65,9 @@ class CallRecord:
             values |= module._seed_and_step()
             values[_STEP] = values.pop("model.step")
         numbers = {key: described(value).text for key, value in values.items()}
-        return Call(numbers, parts, digest((numbers, number)))
+        return CallValues(numbers, parts, digest((numbers, number)))
 
-    def add(self, call: Call) -> None:
+    def add(self, call: CallValues) -> None:
         self._calls.append(call)
 
     def clear(self) -> None:
@@ -97,7 +97,7 @@ class CallRecord:
         return result[0]
 
 
-def _values(calls: list[Call]) -> dict[str, list[str]]:
+def _values(calls: list[CallValues]) -> dict[str, list[str]]:
     """Returns the different values that each key has in some call, in their order."""
     values: dict[str, dict[str, None]] = {}
     for call in calls:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..layers.module import local
-from ..layers.shards import Whole, named_specs
+from ..layers.shards import SplitParameter, named_specs
 from ..layers.spec import Spec
 from ..layers.state import as_whole, is_split
 from ..ranks.agreement import agreement_of, names
@@ -37,7 +37,7 @@ class WholeMatrices:
 
     def __init__(self, module: nn.Module, *, only: Iterable[nn.Parameter] | None = None):
         """``only``: the weights among those of ``module``; without it, all."""
-        self.sources: dict[str, tuple[nn.Parameter, Whole, nn.Parameter]] = {}
+        self.sources: dict[str, tuple[nn.Parameter, SplitParameter, nn.Parameter]] = {}
         for name, p, placement in matrices_in(module, only):
             matrix = nn.Parameter(_matrix(stepped(p).detach(), placement), requires_grad=p.requires_grad)
             self.sources[name] = p, placement, matrix
@@ -75,7 +75,7 @@ class WholeMatrices:
 
 def matrices_in(
     module: nn.Module, only: Iterable[nn.Parameter] | None = None
-) -> Iterator[tuple[str, nn.Parameter, Whole]]:
+) -> Iterator[tuple[str, nn.Parameter, SplitParameter]]:
     """Yields (name, parameter, the matrix that it is a slice of) of a module's weights, or of ``only`` some of them.
 
     ValueError for kv heads that several ranks hold, and for DTensors.
@@ -93,7 +93,7 @@ def matrices_in(
                 f"WholeMatrices: {name} is held by {spec.copies} ranks at tensor-parallel size {tp.size}, where no"
                 " rank's slice is one of whole rows; use a size up to the number of kv heads"
             )
-        yield name, p, Whole(_matrix_spec(spec), tp)
+        yield name, p, SplitParameter(_matrix_spec(spec), tp)
 
 
 def _matrix_spec(spec: Spec) -> Spec:
@@ -102,6 +102,6 @@ def _matrix_spec(spec: Spec) -> Spec:
     return Spec((math.prod(rows), columns), None if spec.dim is None else int(spec.dim == len(rows)), spec.init)
 
 
-def _matrix(x: Tensor, placement: Whole) -> Tensor:
+def _matrix(x: Tensor, placement: SplitParameter) -> Tensor:
     matrix = x.reshape(-1, x.shape[-1])
     return as_whole(matrix, *placement) if is_split(*placement) else matrix

@@ -65,11 +65,11 @@ class DirectExperts:
     def _output(self, expert: int, x: Tensor) -> Tensor:
         """x [r, D] -> fc2 (act(gate) up) [r, D]"""
         if expert not in self.maps or self.calls[expert] == self.pays:
-            self.maps[expert] = self._made(expert)
+            self.maps[expert] = self._mlp_maps(expert)
         self.calls[expert] += 1
         up, down = self.maps[expert]
         return down(up(x))
 
-    def _made(self, expert: int) -> tuple[Map, Map]:
+    def _mlp_maps(self, expert: int) -> tuple[Map, Map]:
         form = self.form if self.pays is None or self.calls[expert] == self.pays else Plain()
         return form.mlp(self.fc1[expert], None, self.activation), form.partial(self.fc2[expert])

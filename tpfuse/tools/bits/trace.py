@@ -12,7 +12,7 @@ from ...collectives import summed
 from ...kernels.runtime.function import observed
 from ...layers.hooks import onlooker
 from ...layers.partial import unchecked
-from ...layers.shards import Whole, named_specs
+from ...layers.shards import SplitParameter, named_specs
 from ...layers.wiring import Normed
 from ...models.model import Model
 from ...models.rows import BatchRows
@@ -50,7 +50,7 @@ class Slice(NamedTuple):
     """A tensor of this rank, and of a parameter the whole that it is a slice of."""
 
     tensor: Tensor
-    parameter: Whole | None = None
+    parameter: SplitParameter | None = None
 
 
 class Trace(dict[Key, Slice]):
@@ -74,7 +74,7 @@ class Trace(dict[Key, Slice]):
     def add_parameters(self, kind: str, model: nn.Module, value: Callable[[nn.Parameter], Tensor | None]) -> None:
         for (name, spec, tp), p in zip(named_specs(model), model.parameters(), strict=True):
             if (x := value(p)) is not None:
-                self[self.key(kind, name)] = Slice(x.detach().clone(), Whole(spec, tp))
+                self[self.key(kind, name)] = Slice(x.detach().clone(), SplitParameter(spec, tp))
 
     def comparable(self, split: "Trace") -> list[Key]:
         """Returns the keys in both, without those of an op that runs another number of times there."""
@@ -132,7 +132,7 @@ class _Recorder:
         if self.ops:
             for (name, spec, tp), p in zip(named_specs(self.model), self.model.parameters(), strict=True):
                 if p.requires_grad:
-                    yield p.register_post_accumulate_grad_hook(self._gradient(name, Whole(spec, tp)))
+                    yield p.register_post_accumulate_grad_hook(self._gradient(name, SplitParameter(spec, tp)))
 
     def _follow(self, name: str, part: nn.Module) -> Iterator[Any]:
         @onlooker
@@ -149,7 +149,7 @@ class _Recorder:
         yield part.register_forward_pre_hook(enter)
         yield part.register_forward_hook(leave)
 
-    def _gradient(self, name: str, parameter: Whole) -> Callable[[Tensor], None]:
+    def _gradient(self, name: str, parameter: SplitParameter) -> Callable[[Tensor], None]:
         key = self.recorded.key("gradient", name)
 
         def record(p: Tensor) -> None:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from ...kernels.runtime.main_grad import PLACES
 from ...layers.module import local
-from ...layers.shards import Whole
+from ...layers.shards import SplitParameter
 from ...ranks.agreement import agreement_of, names
 from .known import any_split, wholes_of
 from .norm import part_of, scale_, total_norm
@@ -54,7 +54,7 @@ def _whole_norm(tensors: list[Tensor], order: float) -> Tensor | None:
     return total_norm(parts, order, "torch.nn.utils.get_total_norm").to(dtype)
 
 
-def _compare(split: list[tuple[Tensor, Whole]], order: float) -> None:
+def _compare(split: list[tuple[Tensor, SplitParameter]], order: float) -> None:
     """Compares a call over the tensor-parallel ranks: they sum over the same tensors, or wait for each other."""
     group = split[0][1].tp.group
     if group is not None:

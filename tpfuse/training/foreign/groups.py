@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ...kernels.runtime.main_grad import DDP, PLACES
 from ...kernels.runtime.rules import listed
-from ...layers.shards import Whole, wholes
+from ...layers.shards import SplitParameter, wholes
 from .known import any_split, keep, wholes_of
 
 Arguments = Mapping[str, Any]
@@ -126,7 +126,7 @@ def error_of(tool: Tool, arguments: Arguments) -> str | None:
     )
 
 
-def _differ(placement: Whole, ranks: list[int]) -> bool:
+def _differ(placement: SplitParameter, ranks: list[int]) -> bool:
     """Returns whether two of the ranks hold different slices."""
     members = dist.get_process_group_ranks(placement.tp.group)
     return len({i // placement.spec.copies for i, rank in enumerate(members) if rank in ranks}) > 1

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from ...layers.module import local
-from ...layers.shards import Whole, living, wholes
+from ...layers.shards import SplitParameter, living, wholes
 
-_remembered: "weakref.WeakKeyDictionary[nn.Module, dict[Tensor, Whole]]" = weakref.WeakKeyDictionary()
+_remembered: "weakref.WeakKeyDictionary[nn.Module, dict[Tensor, SplitParameter]]" = weakref.WeakKeyDictionary()
 
 
-def split_parameters() -> dict[Tensor, Whole]:
+def split_parameters() -> dict[Tensor, SplitParameter]:
     """Returns the living parameters of which ranks hold different slices."""
     remembered = [item for parameters in _remembered.values() for item in parameters.items()]
     is_split = lambda spec, tp: spec.dim is not None and tp.size > 1 and tp.group_name is not None
@@ -37,7 +37,7 @@ def any_split() -> bool:
 any_split._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def wholes_of(tensors: Sequence[Tensor], in_leaves: bool = False) -> list[Whole | None]:
+def wholes_of(tensors: Sequence[Tensor], in_leaves: bool = False) -> list[SplitParameter | None]:
     """Returns of each tensor (a parameter, its gradient, or a view of either) the whole that it is a slice of.
 
     ``in_leaves``: also of one rank's parameters that have leaves (``TensorParallel(bitwise=V)``), all of which it has.
@@ -49,7 +49,7 @@ def wholes_of(tensors: Sequence[Tensor], in_leaves: bool = False) -> list[Whole 
     return [by_memory.get(_memory(x)) for x in tensors]
 
 
-def _by_memory(parameters: Mapping[Tensor, Whole]) -> dict[tuple[int, int], Whole]:
+def _by_memory(parameters: Mapping[Tensor, SplitParameter]) -> dict[tuple[int, int], SplitParameter]:
     placements = {}
     for p, placement in parameters.items():
         placements[_memory(p)] = placement

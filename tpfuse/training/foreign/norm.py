@@ -14,7 +14,7 @@ from ...collectives import all_gather
 from ...kernels.runtime.errors import check
 from ...kernels.runtime.leaves import placed
 from ...kernels.runtime.rules import check_number, limited
-from ...layers.shards import Whole
+from ...layers.shards import SplitParameter
 from ...parallel import TensorParallel, resolve
 from .replica_shards import ReplicaShard, gathered, replica_shards
 
@@ -36,7 +36,7 @@ class GradPart(NamedTuple):
     shard: ReplicaShard | None = None
 
 
-def part_of(grad: Tensor, slice_of: Whole | None) -> GradPart:
+def part_of(grad: Tensor, slice_of: SplitParameter | None) -> GradPart:
     """Returns a gradient's part; ``slice_of``: the whole that its parameter is a slice of, if it is split."""
     groups: dict[str, None] = {}
     covered, leaf, shard = False, None if slice_of is None else _leaf(slice_of), None
@@ -61,7 +61,7 @@ def part_of(grad: Tensor, slice_of: Whole | None) -> GradPart:
     return GradPart(grad, tuple(groups), slice_of.spec.copies, leaf, shard=shard)
 
 
-def _leaf(slice_of: Whole) -> tuple[int, int] | None:
+def _leaf(slice_of: SplitParameter) -> tuple[int, int] | None:
     spec, tp = slice_of
     if tp.bitwise is None or spec.dim is None:
         return None

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ...layers.shards import Whole, wholes
+from ...layers.shards import SplitParameter, wholes
 from ...layers.state import as_local, as_whole, is_split
 
 StateDict = dict[str, Any]
@@ -40,7 +40,7 @@ def load_state_dict(original: Callable[..., None], optimizer: Optimizer, state_d
     original(optimizer, state_dict | {"state": state})
 
 
-def _split(optimizer: Optimizer, state_dict: StateDict) -> Iterator[tuple[int, Any, Tensor, Whole]]:
+def _split(optimizer: Optimizer, state_dict: StateDict) -> Iterator[tuple[int, Any, Tensor, SplitParameter]]:
     """Yields (position, key in the dictionary, parameter, its whole) of the optimizer's split parameters."""
     placements = wholes()
     keys = list(itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
@@ -51,7 +51,7 @@ def _split(optimizer: Optimizer, state_dict: StateDict) -> Iterator[tuple[int, A
             yield i, key, p, placement
 
 
-def _as_whole(key: str, value: Any, p: Tensor, placement: Whole) -> Any:
+def _as_whole(key: str, value: Any, p: Tensor, placement: SplitParameter) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.shape == p.shape:
@@ -65,5 +65,5 @@ def _as_whole(key: str, value: Any, p: Tensor, placement: Whole) -> Any:
     return value
 
 
-def _as_local(name: str, value: Any, placement: Whole) -> Any:
+def _as_local(name: str, value: Any, placement: SplitParameter) -> Any:
     return as_local(f"Optimizer.load_state_dict: {name}", value, *placement) if isinstance(value, Tensor) else value

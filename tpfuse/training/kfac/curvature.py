@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...collectives import all_to_all
 from ...kernels.runtime.op import acc_dtype
-from ...layers.shards import Whole
+from ...layers.shards import SplitParameter
 
 if TYPE_CHECKING:
     from ...pipeline import Pipeline
@@ -30,7 +30,7 @@ INPUT, OUTPUT = SIDES = "input", "output"  # of A and of G
 State = dict[str, Tensor]  # a weight's, in the optimizer
 
 
-class Rows(NamedTuple):
+class CapturedRows(NamedTuple):
     """x and dy of one micro-batch: of the side that is split over ranks this rank's columns of all rows, of the whole
     side this rank's rows."""
 
@@ -39,7 +39,7 @@ class Rows(NamedTuple):
 
 
 class RowSizes(NamedTuple):
-    """Shapes of one micro-batch's Rows, and which side is split: they decide the time of a weight's pieces."""
+    """Shapes of one micro-batch's CapturedRows, and which side is split: they decide the time of a weight's pieces."""
 
     x: torch.Size
     dy: torch.Size
@@ -47,8 +47,8 @@ class RowSizes(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
-    def random_rows(self) -> Rows:
-        return Rows(*(torch.randn(shape, dtype=self.dtype, device=self.device) for shape in self[:2]))
+    def random_rows(self) -> CapturedRows:
+        return CapturedRows(*(torch.randn(shape, dtype=self.dtype, device=self.device) for shape in self[:2]))
 
 
 class Sum(NamedTuple):
@@ -84,10 +84,10 @@ class Curvature:
     """The factors of the weight ``name``; ``placement``: its matrix, of which this rank holds a slice.  ``groups``: the
     ranks with other rows."""
 
-    def __init__(self, name: str, placement: Whole, groups: list[dist.ProcessGroup], moment: Moment):
+    def __init__(self, name: str, placement: SplitParameter, groups: list[dist.ProcessGroup], moment: Moment):
         self.name, self.placement, self.groups, self.moment = name, placement, groups, moment
         self.sums: dict[str, Sum] = {}
-        self.held: dict[int, Rows] = {}  # by micro-batch
+        self.held: dict[int, CapturedRows] = {}  # by micro-batch
         self.size: RowSizes | None = None
 
     def receive(self, dy: Tensor, x: Tensor) -> None:
@@ -100,10 +100,10 @@ class Curvature:
             assert self.moment.pipeline is not None
             self.held[self.moment.pipeline.micro_batch] = self.rows(dy, x)
 
-    def rows(self, dy: Tensor, x: Tensor) -> Rows:
+    def rows(self, dy: Tensor, x: Tensor) -> CapturedRows:
         """Returns what this rank keeps of the matrices."""
         dim = self._split
-        rows = Rows(x if dim in (None, 1) else self._mine(x), dy if dim in (None, 0) else self._mine(dy))
+        rows = CapturedRows(x if dim in (None, 1) else self._mine(x), dy if dim in (None, 0) else self._mine(dy))
         self.size = RowSizes(rows.x.shape, rows.dy.shape, dim, dtype=x.dtype, device=x.device)
         return rows
 
@@ -129,7 +129,7 @@ class Curvature:
         return all_to_all(parts.contiguous(), tp.group_name).movedim(0, 1).flatten(1)
 
     @torch.no_grad()
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: CapturedRows) -> None:
         """Adds the products of a micro-batch.  Every tensor-parallel rank calls it."""
         x, dy = (side.to(acc_dtype(side)) for side in rows)
         if self._split == 0:
