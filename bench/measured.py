@@ -8,6 +8,7 @@ import itertools
 import json
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 from bench import documents, machine
 from bench.documents import table
@@ -187,10 +188,6 @@ def gpu(reports: list[dict]) -> str:
 # ---- CPU: one training step, and messages behind GEMMs ----
 
 
-def results(name: str) -> list[dict]:
-    return whole_result(name)["rows"]
-
-
 def of_kinds(name: str) -> list[dict]:
     """Returns the results of a bench, one for each kind of processor: NAME.json, then NAME.KIND.json."""
     paths = itertools.chain(*(sorted(RESULTS.glob(form)) for form in (f"{name}.json", f"{name}.*.json")))
@@ -204,10 +201,19 @@ def quartiles(values: list[float] | None) -> str:
     return f"{mid:.2f} ({low:.2f} to {high:.2f})"
 
 
+def by_kind(kinds: list[dict], of_case: Callable[[dict], Case], value: Callable[[dict], Any]) -> dict[Case, list[Any]]:
+    """Returns a value of each case of the first result on each kind of processor; None where it is missing."""
+    each = [{of_case(row): value(row) for row in result["rows"]} for result in kinds]
+    return {case: [values.get(case) for values in each] for case in each[0]}
+
+
 def speeds_of(kinds: list[dict], of_case: Callable[[dict], Case]) -> dict[Case, list[list[float] | None]]:
-    """Returns the quartiles of each case of the first result on each kind of processor; None where they are missing."""
-    each = [{of_case(row): row["speed"] for row in result["rows"]} for result in kinds]
-    return {case: [speeds.get(case) for speeds in each] for case in each[0]}
+    """Returns the quartiles of speeds, as :func:`by_kind`."""
+    return by_kind(kinds, of_case, lambda row: row["speed"])
+
+
+def ratio(value: float | None) -> str:
+    return NOT_YET if value is None else f"{value:.2f}"
 
 
 def train_step(kinds: list[dict]) -> str:
@@ -227,42 +233,63 @@ def with_machines(text: str, kinds: list[dict], claims: dict[str, list[float]] |
     return "\n\n".join(filter(None, [text, machine.caption(kinds), machine.flips(claims or {})]))
 
 
-def generate(rows: list[dict]) -> str:
-    lines = []
-    for row in rows:
-        label = f"prompt of {row['prompt']}" if row["name"] == "prefill" else f"{row['new']} tokens"
-        cells = row["model"], row["dtype"], label, str(row["batch"]), row["row"], quartiles(row["wall"])
-        lines.append((*cells, f"{row['cpu'][1]:.2f}", f"{100 * row['same_tokens']:.0f} %"))
-    heads = "model", "dtype", "", "prompts", "", "wall time (quartiles)", "CPU time", "same tokens"
-    return table(heads, lines)
+def generate(kinds: list[dict]) -> str:
+    """A row a call, a column of times for each kind of processor; CPU times and tokens are the first's."""
+    label = lambda row: f"prompt of {row['prompt']}" if row["name"] == "prefill" else f"{row['new']} tokens"
+    of_case = lambda row: (row["model"], row["dtype"], label(row), str(row["batch"]), row["row"])
+    walls = by_kind(kinds, of_case, lambda row: row["wall"])
+    others = {of_case(row): (f"{row['cpu'][1]:.2f}", f"{100 * row['same_tokens']:.0f} %") for row in kinds[0]["rows"]}
+    heads = "model", "dtype", "", "prompts", "", *machine.heads("wall time (quartiles)", kinds)
+    lines = [(*case, *map(quartiles, each), *others[case]) for case, each in walls.items()]
+    claims = {" ".join(case): [q[1] for q in each if q] for case, each in walls.items()}
+    return with_machines(table((*heads, "CPU time", "same tokens"), lines), kinds, claims)
 
 
-def overlap(rows: list[dict]) -> str:
-    """Milliseconds; within one machine there is no link whose share could be hidden."""
+def overlap(kinds: list[dict]) -> str:
+    """Milliseconds of the first kind of processor, and ratios of each; within one machine there is no link whose share
+    could be hidden."""
     times = "off", "on", "auto", "DTensor", "compute", "communication"
+    of_case = lambda row: (str(row["gbit"]), row["part"], str(row["backward"]))
+    over_off, over_dtensor = (
+        by_kind(kinds, of_case, lambda row, name=name: row[name]) for name in ("auto_over_off", "over_dtensor")
+    )
     lines = []
-    for row in rows:
+    for row in kinds[0]["rows"]:
         direction = "forward + backward" if row["backward"] else "forward"
         part = row["part"] if row["part"] == "train step" else f"{row['part']}, {direction}"
         cells = [f"{row['gbit']:g}" if row["gbit"] else "one machine", part]
         cells += [f"{1e3 * row['seconds'][name]:.0f}" for name in times]
         cells += [f"{100 * row['hidden']:.0f} %", f"{row['limit']:.2f}"] if row["gbit"] else ["–", "–"]
-        lines.append([*cells, f"{row['auto_over_off']:.2f}", f"{row['over_dtensor']:.2f}"])
-    return table(("Gbit/s", "", *times, "hidden", "limit", "auto / off", "auto / DTensor"), lines)
+        lines.append([*cells, *map(ratio, over_off[of_case(row)]), *map(ratio, over_dtensor[of_case(row)])])
+    ratios = *machine.heads("auto / off", kinds), *machine.heads("auto / DTensor", kinds)
+    return with_machines(table(("Gbit/s", "", *times, "hidden", "limit", *ratios), lines), kinds)
 
 
-def host(rows: list[dict]) -> str:
-    """Microseconds of the host and kernels started, forward + backward; "torch: .." rows stand beside the others."""
-    torch_rows = {row["call"].removeprefix("torch: "): row for row in rows if row["call"].startswith("torch: ")}
+def host(kinds: list[dict]) -> str:
+    """Microseconds of the host and kernels started, forward + backward, on the first kind of processor, and the host's
+    time over torch's on each; "torch: .." rows stand beside the others."""
+    mark = "torch: "
+    plain, ours = (
+        [{row["call"]: row for row in result["rows"] if row["call"].startswith(mark) == is_torch} for result in kinds]
+        for is_torch in (True, False)
+    )
     both = lambda row: [" + ".join(f"{n:.0f}" for n in row[key]) for key in ("us", "kernels")]
     lines = []
-    for row in rows:
-        if not row["call"].startswith("torch: "):
-            peer = torch_rows.get(row["call"])
-            cells = [*both(peer), f"{sum(row['us']) / sum(peer['us']):.2f}"] if peer else [""] * 3
-            lines.append([row["call"], *both(row), *cells])
-    heads = "", "host, us", "kernels", "plain torch: host, us", "kernels", "host time over torch's"
-    return table(heads, lines)
+    for call, row in ours[0].items():
+        peers = [rows.get(mark + call) for rows in plain]
+        pairs = [(rows.get(call), peer) for rows, peer in zip(ours, peers, strict=True)]
+        over = [ratio(sum(row["us"]) / sum(peer["us"]) if row and peer else None) for row, peer in pairs]
+        cells = [*both(peers[0]), *over] if peers[0] else [""] * (2 + len(kinds))
+        lines.append([call, *both(row), *cells])
+    heads = (
+        "",
+        "host, us",
+        "kernels",
+        "plain torch: host, us",
+        "kernels",
+        *machine.heads("host time over torch's", kinds),
+    )
+    return with_machines(table(heads, lines), kinds)
 
 
 # ---- pipelines ----
@@ -324,10 +351,8 @@ def parts() -> dict[str, str]:
         "pipeline": pipeline(of_kinds("pipeline")),
         "sleeping": with_machines(sleeping(slept), [slept.get("sleeping", {})]),
     }
-    of_one_kind = dict(generate=generate, host=host, overlap=overlap, overlap_wide=overlap)
-    return tables | {
-        name: with_machines(make(results(name)), [whole_result(name)]) for name, make in of_one_kind.items()
-    }
+    makers = dict(generate=generate, host=host, overlap=overlap, overlap_wide=overlap)
+    return tables | {name: make(of_kinds(name)) for name, make in makers.items()}
 
 
 def short() -> dict[str, str]:

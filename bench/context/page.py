@@ -5,10 +5,10 @@ python -m bench.context.page
 
 import pathlib
 
-from bench import documents
+from bench import documents, machine
 from bench.context import ATTENTION, GROUPS, KINDS, RANKS
 from bench.ddp.page import link, spread
-from bench.measured import NOT_YET, whole_result, with_machines
+from bench.measured import NOT_YET, of_kinds, with_machines
 
 PAGE = documents.DOCS / "context.md"
 PICTURE = documents.DOCS / "context.png"
@@ -25,20 +25,25 @@ def memory(result: dict) -> str:
     )
 
 
-def speed(result: dict) -> str:
-    """A row a part and kind, a column a link: ms, and the ratio to the first kind."""
-    if not result.get("rows"):
+def speed(results: list[dict]) -> str:
+    """A row a part and kind, a column a link and processor: ms, and the ratio to the first kind."""
+    if not results:
         return f"Speed: {NOT_YET}."
-    heads = "", "kind", *(f"{link(row)}: ms, over the first" for row in result["rows"])
+    links = list(map(link, results[0]["rows"]))
+    of_link = [{link(row): row for row in result["rows"]} for result in results]
+    heads = "", "kind", *(head for name in links for head in machine.heads(f"{name}: ms, over the first", results))
     lines = []
     for group, kinds in GROUPS.items():
         for kind in kinds:
-            cells = (
-                f"{1e3 * row[group]['seconds'][kind][1]:.0f}, {spread(row[group]['over'][kind])}"
-                for row in result["rows"]
-            )
+            cells = (_cell(rows.get(name), group, kind) for name in links for rows in of_link)
             lines.append((group, kind, *cells))
-    return documents.table(heads, lines)
+    return with_machines(documents.table(heads, lines), results)
+
+
+def _cell(row: dict | None, group: str, kind: str) -> str:
+    if row is None:
+        return NOT_YET
+    return f"{1e3 * row[group]['seconds'][kind][1]:.0f}, {spread(row[group]['over'][kind])}"
 
 
 def picture(result: dict) -> str:
@@ -75,12 +80,14 @@ def draw(result: dict, path: pathlib.Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def parts(result: dict) -> dict[str, str]:
-    return dict(memory=memory(result), picture=picture(result), speed=with_machines(speed(result), [result]))
+def parts(results: list[dict]) -> dict[str, str]:
+    """Memory and the picture are of the first kind of processor."""
+    first = results[0] if results else {}
+    return dict(memory=memory(first), picture=picture(first), speed=speed(results))
 
 
 if __name__ == "__main__":
-    result = whole_result("context")
-    documents.write(PAGE, COMMAND, parts(result))
-    if result:
-        draw(result, PICTURE)
+    results = of_kinds("context")
+    documents.write(PAGE, COMMAND, parts(results))
+    if results:
+        draw(results[0], PICTURE)

@@ -13,7 +13,7 @@ def main(argv: list[str] | None = None) -> None:
     for ranks in args.ranks:
         rows += at_rates(args.rate, ranks, lambda gbit, ends: run.measure(args, gbit, ends))
     result = dict(machine=machine.this_machine(), arguments=vars(args) | dict(json=None), rows=rows)
-    print("\n\n".join((page.overlap(result), page.settings(result))))
+    print("\n\n".join((page.overlap([result]), page.settings([result]))))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1))
 

@@ -5,9 +5,9 @@ python -m bench.ddp.page
 
 import pathlib
 
-from bench import documents
+from bench import documents, machine
 from bench.ddp import BUCKETS, MICRO_BATCHES, USUAL
-from bench.measured import NOT_YET, whole_result, with_machines
+from bench.measured import NOT_YET, of_kinds, with_machines
 
 PAGE = documents.DOCS / "data_parallel.md"
 PICTURE = documents.DOCS / "ddp.png"
@@ -24,31 +24,43 @@ def spread(quartiles: list[float], form: str = "{:.2f}", times: float = 1) -> st
     return f"{middle} ({low} to {high})"
 
 
-def settings(result: dict) -> str:
-    """A row a setting, a column a number of replicas and a link: time over that of the usual buckets."""
-    if not result.get("rows"):
+def settings(results: list[dict]) -> str:
+    """A row a setting, a column a number of replicas, a link and a processor: time over that of the usual buckets."""
+    if not results:
         return f"Settings: {NOT_YET}."
-    rows = result["rows"]
-    heads = "in place of 25 MiB", *(f"{row['ranks']} replicas, {link(row)}" for row in rows)
-    return documents.table(heads, [[name, *(spread(row["over"][name]) for row in rows)] for name in CHANGES])
+    heads, columns = ["in place of 25 MiB"], []
+    for row in results[0]["rows"]:
+        heads += machine.heads(f"{row['ranks']} replicas, {link(row)}", results)
+        columns += of_case(row, results)
+    cells = lambda name: (NOT_YET if row is None else spread(row["over"][name]) for row in columns)
+    return documents.table(heads, [[name, *cells(name)] for name in CHANGES])
 
 
-def overlap(result: dict) -> str:
-    """A row a number of replicas and a link: what overlap saves, how much could hide, and the best buckets."""
-    if not result.get("rows"):
+def of_case(row: dict, results: list[dict]) -> list[dict | None]:
+    """Returns the row of the same replicas and link of each result."""
+    same = lambda other: (other["ranks"], other["gbit"]) == (row["ranks"], row["gbit"])
+    return [next(filter(same, result["rows"]), None) for result in results]
+
+
+def overlap(results: list[dict]) -> str:
+    """A row a processor, a number of replicas and a link: what overlap saves, how much could hide, the best buckets."""
+    if not results:
         return f"Overlap: {NOT_YET}."
     heads = (
-        "replicas", "link", "a step, ms", "no overlap, ms", "compute, ms", "messages, ms", "saved by overlap, %",
-        "hidden of the messages, %", "could hide, %", "over the least", "fastest buckets, and over 25 MiB",
+        "processor", "replicas", "link", "a step, ms", "no overlap, ms", "compute, ms", "messages, ms",
+        "saved by overlap, %", "hidden of the messages, %", "could hide, %", "over the least",
+        "fastest buckets, and over 25 MiB",
     )  # fmt: skip
     lines = []
-    for row in result["rows"]:
-        times = (f"{1e3 * row['seconds'][name][1]:.0f}" for name in (USUAL, "no overlap", "compute", "messages"))
-        shares = (spread(row[name], "{:.0f}", 100) for name in ("saved", "hidden", "can_hide"))
-        best = fastest(row)
-        cells = *times, *shares, spread(row["over_least"]), f"{best}: {spread(row['over'][best])}"
-        lines.append((str(row["ranks"]), link(row), *cells))
-    return documents.table(heads, lines)
+    for result in results:
+        processor = machine.kind(result["machine"]) if "machine" in result else "not said"
+        for row in result["rows"]:
+            times = (f"{1e3 * row['seconds'][name][1]:.0f}" for name in (USUAL, "no overlap", "compute", "messages"))
+            shares = (spread(row[name], "{:.0f}", 100) for name in ("saved", "hidden", "can_hide"))
+            best = fastest(row)
+            cells = *times, *shares, spread(row["over_least"]), f"{best}: {spread(row['over'][best])}"
+            lines.append((processor, str(row["ranks"]), link(row), *cells))
+    return with_machines(documents.table(heads, lines), results)
 
 
 def fastest(row: dict) -> str:
@@ -86,12 +98,13 @@ def draw(result: dict, path: pathlib.Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def parts(result: dict) -> dict[str, str]:
-    return dict(overlap=with_machines(overlap(result), [result]), picture=picture(result), settings=settings(result))
+def parts(results: list[dict]) -> dict[str, str]:
+    """The picture is of the first kind of processor."""
+    return dict(overlap=overlap(results), picture=picture(results[0] if results else {}), settings=settings(results))
 
 
 if __name__ == "__main__":
-    result = whole_result("ddp")
-    documents.write(PAGE, COMMAND, parts(result))
-    if result:
-        draw(result, PICTURE)
+    results = of_kinds("ddp")
+    documents.write(PAGE, COMMAND, parts(results))
+    if results:
+        draw(results[0], PICTURE)

@@ -52,10 +52,13 @@ def result():
 
 def test_tables():
     assert page.memory(result()).splitlines()[2] == "| 1,024 | 1024 | 512 | 256 |"
-    lines = page.speed(result()).splitlines()
+    lines = page.speed([result()]).splitlines()
     assert lines[0] == "|  | kind | 1 Gbit/s: ms, over the first | one machine: ms, over the first |"
-    assert len(lines) == 2 + sum(map(len, GROUPS.values()))
+    assert len([line for line in lines if line.startswith("|")]) == 2 + sum(map(len, GROUPS.values()))
     assert lines[2].startswith("| attention, 8 kv heads | heads | 200, 0.20 (0.10 to 0.30) |")
+    one_link = result() | {"rows": result()["rows"][:1]}
+    cells = page.speed([result(), one_link]).splitlines()[2].split(" | ")  # a column a link and processor
+    assert len(cells) == 6 and cells[2] == cells[3] == cells[4] and "not measured yet" in cells[5]
 
 
 def test_picture(tmp_path):
@@ -63,12 +66,12 @@ def test_picture(tmp_path):
     assert (tmp_path / "context.png").stat().st_size > 0
 
 
-@pytest.mark.parametrize("part", page.parts({}))
+@pytest.mark.parametrize("part", page.parts([]))
 def test_the_document_is_what_the_results_say(part):
     """After a new result: python -m bench.context.page"""
-    text, made = page.PAGE.read_text(), page.parts(page.whole_result("context"))
+    text, made = page.PAGE.read_text(), page.parts(page.of_kinds("context"))
     assert documents.replaced(text, page.COMMAND, part, made[part]) == text
-    assert "not measured yet" in page.parts({})[part]
+    assert "not measured yet" in page.parts([])[part]
 
 
 @pytest.mark.slow
@@ -76,4 +79,4 @@ def test_a_tiny_run(tmp_path, capsys):
     main(["--rate", "0", "--rounds", "2", "--seq", "64", "--lengths", "64", "--json", str(tmp_path / "found.json")])
     found = json.loads((tmp_path / "found.json").read_text())
     assert {*found["rows"][0]} == {"gbit", *GROUPS} and {*found["memory"][0]} == {"seq", "1", "2", "4"}
-    assert page.speed(found) in capsys.readouterr().out
+    assert page.speed([found]) in capsys.readouterr().out

@@ -27,15 +27,17 @@ def test_figures():
 
 def test_tables():
     rows = dict(rows=[row(), row(gbit=0.0, ranks=4)])
-    lines = page.settings(rows).splitlines()
+    lines = page.settings([rows]).splitlines()
     assert lines[0] == "| in place of 25 MiB | 2 replicas, 1 Gbit/s | 4 replicas, one machine |"
     assert [line.split(" | ")[0] for line in lines[2:]] == [f"| {name}" for name in page.CHANGES]
     assert lines[4] == "| 5 MiB | 0.80 (0.80 to 0.85) | 0.80 (0.80 to 0.85) |"
-    shown = page.overlap(rows).splitlines()[2]
+    shown = page.overlap([rows]).splitlines()[2]
     assert shown.startswith(
-        "| 2 | 1 Gbit/s | 1000 | 1500 | 900 | 500 | 33 (33 to 33) | 80 (80 to 80) | 60 (60 to 60) |"
+        "| not said | 2 | 1 Gbit/s | 1000 | 1500 | 900 | 500 | 33 (33 to 33) | 80 (80 to 80) | 60 (60 to 60) |"
     )
     assert shown.endswith("| 5 MiB: 0.80 (0.80 to 0.85) |")
+    one = dict(rows=rows["rows"][:1])
+    assert page.settings([rows, one]).splitlines()[4].endswith("| 0.80 (0.80 to 0.85) | not measured yet |")
 
 
 def test_buckets_that_are_no_faster_in_a_quarter_of_the_rounds_are_not_the_fastest():
@@ -43,12 +45,12 @@ def test_buckets_that_are_no_faster_in_a_quarter_of_the_rounds_are_not_the_faste
     assert page.fastest(dict(over=over | {"5 MiB": [0.8, 0.9, 1.1]})) == "25 MiB"
 
 
-@pytest.mark.parametrize("part", page.parts({}))
+@pytest.mark.parametrize("part", page.parts([]))
 def test_the_document_is_what_the_results_say(part):
     """After a new result: python -m bench.ddp.page"""
-    text, made = page.PAGE.read_text(), page.parts(page.whole_result("ddp"))
+    text, made = page.PAGE.read_text(), page.parts(page.of_kinds("ddp"))
     assert documents.replaced(text, page.COMMAND, part, made[part]) == text
-    assert "not measured yet" in page.parts({})[part]
+    assert "not measured yet" in page.parts([])[part]
 
 
 def test_picture(tmp_path):

@@ -113,7 +113,8 @@ def test_beside_a_gradient_scaler(ranks, R):
     exact = ranks(1, shampoo, torch.float64)[0]
     largest = lambda found: max(error(found[name], exact[name]) for name in exact)
     assert all(largest(found) < 1e-10 for found in ranks(R, scaled, False))
-    assert all(largest(found) > 1e-3 for found in ranks(R, scaled, True))  # scaled gradients, gathered once more
+    again = list(map(largest, ranks(R, scaled, True)))  # on one rank the gradients are the parameters', unscaled
+    assert max(again) < 1e-10 if R == 1 else min(again) > 1e-3
 
 
 def beside_main_grad(model, main):
