@@ -187,10 +187,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     idle.install()
     torch.set_num_threads(1)
-    rows = measure(args.rounds)
-    print(host(rows))
+    result = dict(machine=machine.this_machine(), rows=measure(args.rounds))
+    print(host([result]))
     if args.json is not None:
-        args.json.write_text(json.dumps(dict(machine=machine.this_machine(), rows=rows), indent=1) + "\n")
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

@@ -220,11 +220,12 @@ def main() -> None:
         started = mp.spawn(run, (args, free_port(), folder, results), nprocs=args.tp, join=False)
         while (row := _next(results, started)) is not None:
             rows.append(row)
-            print(generate([row]).rpartition("\n")[2], file=sys.stderr, flush=True)
+            print(generate([dict(rows=[row])]).splitlines()[2], file=sys.stderr, flush=True)
         started.join()
-    print(generate(rows))
+    result = dict(machine=machine.this_machine(), rows=rows)
+    print(generate([result]))
     if args.json:
-        Path(args.json).write_text(json.dumps(dict(machine=machine.this_machine(), rows=rows), indent=1) + "\n")
+        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _next(results: Any, started: Any) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from bench import documents, measured
+from bench.machine import this_machine
 from tpfuse.tools.bench.definition import discover
 
 
@@ -102,3 +103,15 @@ def test_the_tables_are_what_the_results_say(part):
     """After a new result: python -m bench.measured"""
     text = measured.PAGE.read_text()
     assert documents.replaced(text, measured.COMMAND, part, measured.parts()[part]) == text
+
+
+def test_calls_have_a_column_for_each_kind_of_processor():
+    row = dict(model="llama", dtype="fp32", batch=1, name="decode", prompt=16, new=64, row="TP = 1", same_tokens=1.0)
+    row |= dict(wall=[1.2, 1.3, 1.4], cpu=[1.0, 1.1, 1.2])
+    slower = row | dict(wall=[0.7, 0.8, 0.9])
+    machines = [dict(machine=this_machine() | dict(processor=name)) for name in ("one", "other")]
+    text = measured.generate([machines[0] | dict(rows=[row, row | dict(batch=8)]), machines[1] | dict(rows=[slower])])
+    lines = text.splitlines()
+    assert lines[2].endswith("| 1.30 (1.20 to 1.40) | 0.80 (0.70 to 0.90) | 1.10 | 100 % |")
+    assert "| not measured yet |" in lines[3]
+    assert lines[-1] == ("Above 1 on one kind of processor and below it on another: llama fp32 64 tokens 1 TP = 1.")
