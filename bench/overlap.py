@@ -276,7 +276,7 @@ def launch(args: argparse.Namespace, ends: list[End], gbit: float) -> Iterator[d
     """Rows as they are measured."""
     results = mp.get_context("spawn").Manager().Queue()
     os.environ.update(OMP_NUM_THREADS="1", **KEEP)
-    running = mp.spawn(worker, (args, ends, free_port(), gbit, results), nprocs=args.tp, join=False)
+    running = mp.spawn(worker, (args, ends, free_port(), gbit, results), nprocs=args.tp, join=False, daemon=True)
     ended = False
     while not ended:
         ended = running.join(timeout=0.2)

@@ -217,7 +217,7 @@ def main() -> None:
     context = mp.get_context("spawn")
     results, rows = context.SimpleQueue(), []
     with tempfile.TemporaryDirectory() as folder:
-        started = mp.spawn(run, (args, free_port(), folder, results), nprocs=args.tp, join=False)
+        started = mp.spawn(run, (args, free_port(), folder, results), nprocs=args.tp, join=False, daemon=True)
         while (row := _next(results, started)) is not None:
             rows.append(row)
             print(generate([dict(rows=[row])]).splitlines()[2], file=sys.stderr, flush=True)

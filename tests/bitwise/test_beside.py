@@ -1,12 +1,10 @@
-"""The same bits beside what a training script adds: GradScaler, MainGrad, a model of transformers; the rest is refused.
+"""The same bits beside what a training script adds: GradScaler, MainGrad, a model of transformers.
 
 Spans: tpfuse/training/main_grad.py, tpfuse/training/foreign/scaler.py, tpfuse/interop/parallelize.py.
 """
 
 import pytest
 import torch
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import tpfuse
 from tests.bitwise.training import KINDS, Layout, Result, differences
@@ -122,23 +120,3 @@ def test_every_layout(kind, layout, ranks):
 def test_without_leaves_they_differ(kind, ranks):
     (one,) = ranks(1, run, kind, False, None)
     assert all(differences(one, result) for result in ranks(4, run, kind, True, None))
-
-
-# ---- FSDP2 is refused ----
-
-
-def sharded(world):
-    mesh = world.mesh(world.size, 1)
-    model = GPT(KINDS["gpt2"], tp=TensorParallel(mesh["tp"], bitwise=8), dp=mesh["dp"], seed=3)
-    with pytest.raises(ValueError, match="as_dtensor: FSDP2 .* use tpfuse.data_parallel.*bitwise_micro_batches=K"):
-        tpfuse.as_dtensor(model, mesh)
-    assert not any(isinstance(p, DTensor) for p in model.parameters())
-    fully_shard(model, mesh=mesh["dp"])  # of one tensor-parallel rank torch's own, which nobody sees
-    ids = torch.arange(26).view(2, 13)
-    model(ids, labels=ids, step=0, first_sample=0).loss.backward()
-    with pytest.raises(ValueError, match="bitwise gradients: FSDP2 shards them, .* in place of fully_shard"):
-        tpfuse.clip_grad_norm_(model, 1.0)
-
-
-def test_fsdp2_is_refused(ranks):
-    ranks(2, sharded)

@@ -22,7 +22,7 @@ from tests.models.common import GPT_CONFIG, batch, whole
 from tests.training.foreign.common import Double
 from tpfuse import TensorParallel, as_dtensor, clip_grad_norm_
 from tpfuse.layers import ColumnParallelLinear, LayerNorm, ParallelAttention
-from tpfuse.layers.shards import Whole
+from tpfuse.layers.shards import SplitParameter
 from tpfuse.models import GPT
 from tpfuse.training.foreign import groups
 
@@ -256,7 +256,7 @@ def copies(world):
     tp = make_tp(world)
     with torch.device("meta"):
         attention = ParallelAttention(48, 12, num_kv_heads=2, tp=tp)
-    kv = [(name, Whole(spec, tp)) for name, spec in attention.qkv.specs.items() if spec.copies > 1]
+    kv = [(name, SplitParameter(spec, tp)) for name, spec in attention.qkv.specs.items() if spec.copies > 1]
     assert kv
     return [groups._differ(whole, ranks) for _, whole in kv for ranks in ([0, 1], [2, 3], [1, 2], [0], [0, 1, 2, 3])]
 
