@@ -544,6 +544,7 @@ def test_a_copy_has_none():
 
 
 def test_it_ends_with_the_model():
+    gc.collect()  # what other tests have left
     model = bf16_model()
     main = MainGrad(model)
     weights, places = [weakref.ref(w) for w in main.parameters()], len(PLACES)

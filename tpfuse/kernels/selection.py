@@ -38,10 +38,10 @@ Selected = tuple[Tensor, Tensor, Tensor]  # index, value, count
 
 def select_large_ref(x: Tensor, threshold: float, most: int) -> tuple[Tensor, Tensor, Tensor]:
     magnitude = x.to(acc_dtype(x)).abs()
-    (chosen,) = torch.nonzero(magnitude >= threshold if threshold > 0 else magnitude > 0, as_tuple=True)
-    index, n = chosen[:most], x.shape[0]
-    padding = 0, most - len(index)
-    return pad(index, padding, value=n), pad(x[index], padding), index.new_full((), len(chosen))
+    (every,) = torch.nonzero(magnitude >= threshold if threshold > 0 else magnitude > 0, as_tuple=True)
+    index, n = every[:most], x.shape[0]
+    rest = 0, most - len(index)
+    return pad(index, rest, value=n), pad(x[index], rest), index.new_full((), len(every))
 
 
 # ---- Triton ----
@@ -58,8 +58,8 @@ def _mark_kernel(
     block = tl.program_id(0).to(tl.int64)
     octets = block * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
     bits = tl.arange(0, 8)[None, :]
-    entries = octets[:, None] * 8 + bits
-    x = load(x_ptr, entries, entries < n)
+    at = octets[:, None] * 8 + bits
+    x = load(x_ptr, at, at < n)
     chosen = ((tl.abs(x) >= threshold) & (x != 0)).to(tl.int32)
     tl.store(marks_ptr + octets, tl.sum(chosen << bits, 1).to(tl.uint8))
     tl.store(counts_ptr + block, tl.sum(tl.sum(chosen, 1), 0))
@@ -82,18 +82,18 @@ def _place_kernel(
     counts = tl.sum((marks[:, None] >> tl.arange(0, 8)[None, :]) & 1, 1)
     place = begin + tl.cumsum(counts, 0) - counts
     for bit in range(8):
-        entries, chosen = octets * 8 + bit, (marks >> bit) & 1
-        has_room = (chosen > 0) & (place < most)
-        tl.store(index_ptr + place, entries, mask=has_room)
-        tl.store(value_ptr + place, tl.load(x_ptr + entries, mask=has_room), mask=has_room)
+        at, chosen = octets * 8 + bit, (marks >> bit) & 1
+        kept = (chosen > 0) & (place < most)
+        tl.store(index_ptr + place, at, mask=kept)
+        tl.store(value_ptr + place, tl.load(x_ptr + at, mask=kept), mask=kept)
         place += chosen
-    count = tl.load(ends_ptr + tl.num_programs(0) - 1)
-    if (count < (block + 1) * BLOCK) & (block * BLOCK < most):
-        for offset in range(0, BLOCK, BLOCK // 8):
-            entries = block * BLOCK + offset + lanes
-            empty = (entries >= count) & (entries < most)
-            tl.store(index_ptr + entries, tl.zeros([BLOCK // 8], tl.int64) + n, mask=empty)
-            tl.store(value_ptr + entries, tl.zeros([BLOCK // 8], value_ptr.dtype.element_ty), mask=empty)
+    found = tl.load(ends_ptr + tl.num_programs(0) - 1)
+    if (found < (block + 1) * BLOCK) & (block * BLOCK < most):
+        for first in range(0, BLOCK, BLOCK // 8):
+            at = block * BLOCK + first + lanes
+            empty = (at >= found) & (at < most)
+            tl.store(index_ptr + at, tl.zeros([BLOCK // 8], tl.int64) + n, mask=empty)
+            tl.store(value_ptr + at, tl.zeros([BLOCK // 8], value_ptr.dtype.element_ty), mask=empty)
 
 
 BLOCK = 4096  # entries
@@ -119,8 +119,8 @@ def select_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
     """Counts as many entries chosen as there is room for.  (torch's sum of the counts of blocks is not counted.)"""
     x, _, most = args
     blocks = _blocks(len(x), most)
-    marks, gathered = blocks * BLOCK // 8, moved(x[:most])
-    return Cost(moved(x) + marks + 8 * blocks + gathered, marks + 4 * blocks + moved(*outputs[:2]))
+    marks, again = blocks * BLOCK // 8, moved(x[:most])
+    return Cost(moved(x) + marks + 8 * blocks + again, marks + 4 * blocks + moved(*outputs[:2]))
 
 
 def _fake(x: Tensor, threshold: float, most: int) -> Selected:

@@ -39,7 +39,7 @@ class Cache(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Partial results of the splits, fp32."""
+    """What the splits give, fp32."""
 
     o_ptr: Tensor  # [B, G, splits, Q, E], not divided by the sum of exponentials
     top_ptr: Tensor  # [B, G, splits, Q], the greatest score
@@ -57,12 +57,12 @@ def _split_kernel(
     split, plane = tl.program_id(0) % splits, tl.program_id(0) // splits
     b, g = plane // G, plane % G
     e, heads = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_Q)
-    upper = split * 0 + L
+    last = split * 0 + L
     if cache.lengths_ptr is not None:
-        upper = tl.load(cache.lengths_ptr + b)
-    lower = upper * 0
+        last = tl.load(cache.lengths_ptr + b)
+    first = last * 0
     if cache.window is not None:
-        lower = tl.maximum(upper - cache.window, 0)
+        first = tl.maximum(last - cache.window, 0)
     q = tl.load(
         q_ptr + plane.to(tl.int64) * Q * E + heads[:, None] * E + e[None, :],
         mask=(heads < Q)[:, None] & (e < E)[None, :],
@@ -73,20 +73,20 @@ def _split_kernel(
     total, top = tl.zeros([BLOCK_Q], tl.float32), tl.full([BLOCK_Q], float("-inf"), tl.float32)
     width = tl.cdiv(tl.cdiv(L, BLOCK_N), splits) * BLOCK_N  # positions a split
     for start in tl.range(
-        tl.maximum(split * width, lower // BLOCK_N * BLOCK_N), tl.minimum((split + 1) * width, upper), BLOCK_N
+        tl.maximum(split * width, first // BLOCK_N * BLOCK_N), tl.minimum((split + 1) * width, last), BLOCK_N
     ):
         keys = start + tl.arange(0, BLOCK_N)
-        visible = (keys >= lower) & (keys < upper)
+        seen = (keys >= first) & (keys < last)
         if cache.key_mask_ptr is not None:
             visible_ptr = cache.key_mask_ptr + b.to(tl.int64) * cache.stride_mask
-            visible = visible & (tl.load(visible_ptr + keys, mask=visible, other=0) != 0)
-        mask = (keys < upper)[:, None] & (e < E)[None, :]
+            seen = seen & (tl.load(visible_ptr + keys, mask=seen, other=0) != 0)
+        mask = (keys < last)[:, None] & (e < E)[None, :]
         offsets = base + keys.to(tl.int64)[:, None] * cache.stride_l + e[None, :]
         k = tl.load(cache.k_ptr + offsets, mask=mask, other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         if softcap is not None:
             s = softcap * (2.0 * tl.sigmoid(2.0 * s * (scale / softcap)) - 1.0)
-        s = tl.where(visible[None, :], s * unit, float("-inf"))
+        s = tl.where(seen[None, :], s * unit, float("-inf"))
         new = tl.maximum(top, tl.max(s, 1))
         shift = tl.where(new == float("-inf"), 0.0, new)
         p = tl.exp2(s - shift[:, None])
@@ -117,9 +117,9 @@ def _combine_kernel(
         part_top = tl.load(part.top_ptr + row)
         new = tl.maximum(top, part_top)
         shift = tl.where(new == float("-inf"), 0.0, new)
-        old, part_scale = tl.exp2(top - shift), tl.exp2(part_top - shift)
-        o = o * old + tl.load(part.o_ptr + row * E + e, mask=e < E, other=0.0) * part_scale
-        total = total * old + tl.load(part.total_ptr + row) * part_scale
+        old, own = tl.exp2(top - shift), tl.exp2(part_top - shift)
+        o = o * old + tl.load(part.o_ptr + row * E + e, mask=e < E, other=0.0) * own
+        total = total * old + tl.load(part.total_ptr + row) * own
         top = new
     o /= tl.where(total == 0.0, 1.0, total)
     tl.store(o_ptr + tl.program_id(0).to(tl.int64) * E + e, o.to(o_ptr.dtype.element_ty), mask=e < E)
@@ -184,7 +184,7 @@ def decode_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
     (q, k, v, options), (o,) = args, outputs
     B, G, Q, E = q.shape
     L = k.shape[1]
-    visible = L if options.window is None else min(options.window, L)
+    seen = L if options.window is None else min(options.window, L)
     parts = 4 * B * G * _shape(q, k)[1] * Q * (E + 2)
-    read = moved(q, options.lengths) + moved(k, v, options.key_mask) * visible // max(L, 1)
-    return Cost(read + parts, moved(o) + parts, 4 * B * G * Q * visible * E, scores=B * G * Q * visible)
+    read = moved(q, options.lengths) + moved(k, v, options.key_mask) * seen // max(L, 1)
+    return Cost(read + parts, moved(o) + parts, 4 * B * G * Q * seen * E, scores=B * G * Q * seen)

@@ -43,7 +43,7 @@ from .triton_tiles import (
     ChunkHead,
     Columns,
     Head,
-    HeadRows,
+    Rows,
     before_chunk,
     chunk_keys,
     chunk_tiles,
@@ -64,25 +64,25 @@ from .triton_tiles import (
 
 @triton.jit
 def _probabilities(
-    q, k, v, do, lse2, rows, keys, start, visible, head,
+    q, k, v, do, lse2, rows, keys, start, seen, head,
     EDGE: tl.constexpr, SELECT: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Returns P, what dropout keeps of it and of dP, and d scores / d (scale q k'), [rows, keys]; ``visible`` is used
+    """Returns P, what dropout keeps of it and of dP, and d scores / d (scale q k'), [rows, keys]; ``seen`` is used
     where EDGE.  SELECT: see selects."""
     s, slope = score_tile(q, k, head, rows, keys)
     dp = tl.dot(do, tl.trans(v), input_precision="ieee")
     p = tl.exp2(s * head.numbers.unit - lse2[:, None])
     if EDGE:
-        p = tl.where(visible, p, 0.0)
-    p_dropped = p
+        p = tl.where(seen, p, 0.0)
+    kept = p
     if head.tensors.rng_ptr is not None:
         keep_mask = keep_mask_tile(head, rows, start, BLOCK_N)
         if SELECT:
-            p_dropped, dp = tl.where(keep_mask, p, 0.0), tl.where(keep_mask, dp, 0.0)
+            kept, dp = tl.where(keep_mask, p, 0.0), tl.where(keep_mask, dp, 0.0)
         else:
             factor = tl.where(keep_mask, 1.0, 0.0)
-            p_dropped, dp = p * factor, dp * factor
-    return p, p_dropped, dp, slope
+            kept, dp = p * factor, dp * factor
+    return p, kept, dp, slope
 
 
 @triton.jit
@@ -91,9 +91,9 @@ def _dkdv_tile(
     EDGE: tl.constexpr, STATIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Returns dk and dv with one tile of the group's query head i; q and do are HeadRows, or Columns where TRANSPOSED,
-    and they, the pointers and head are those of head 0.  Q S, unlike other products, has 32 bits: that many rows of q
-    would be 2^31 E elements."""
+    """Returns dk and dv with one tile of the group's query head i; q and do are Rows, or Columns where TRANSPOSED, and
+    they, the pointers and head are those of head 0.  Q S, unlike other products, has 32 bits: that many rows of q would
+    be 2^31 E elements."""
     S = head.S
     rows = start_m + tl.arange(0, BLOCK_M)
     inside, count = rows, S
@@ -105,27 +105,27 @@ def _dkdv_tile(
         q = q.descriptor.load([start_m, q.first + i * STATIC.E_QK])
         do = do.descriptor.load([start_m, do.first + i * STATIC.E])
     else:
-        q = load_tile(HeadRows(q.ptr + i * STATIC.E_QK, q.stride), inside, S, EDGE, STATIC.E_QK, STATIC.BLOCK_E)
-        do = load_tile(HeadRows(do.ptr + i * STATIC.E, do.stride), inside, S, EDGE, STATIC.E, STATIC.BLOCK_E)
+        q = load_tile(Rows(q.ptr + i * STATIC.E_QK, q.stride), inside, S, EDGE, STATIC.E_QK, STATIC.BLOCK_E)
+        do = load_tile(Rows(do.ptr + i * STATIC.E, do.stride), inside, S, EDGE, STATIC.E, STATIC.BLOCK_E)
     nearest = tl.minimum(rows, S - 1) if EDGE else rows
     if EDGE and hasattr(head, "chunk"):
         nearest = tl.minimum(tl.maximum(rows, head.chunk.start), head.chunk.end - 1)
     lse2 = tl.load(lse_ptr + i * count + nearest) * LOG2_E
     delta = tl.load(delta_ptr + i * count + nearest)
-    visible = None
+    seen = None
     if EDGE:  # by rows, of which a thread has few, whereas it has many keys
-        lower, upper = keys_seen(rows, head, STATIC)
-        visible = (keys[None, :] >= lower[:, None]) & (keys[None, :] < upper[:, None]) & (inside < S)[:, None]
+        first, last = keys_seen(rows, head, STATIC)
+        seen = (keys[None, :] >= first[:, None]) & (keys[None, :] < last[:, None]) & (inside < S)[:, None]
     place = nth_place(head.place, i, head.numbers)
     head = Head(head.tensors, head.numbers, head.documents, head.B, head.S, head.b, place)
-    p, p_dropped, dp, slope = _probabilities(
-        q, k, v, do, lse2, rows, keys, start_n, visible, head, EDGE, STATIC.SELECT, BLOCK_N
+    p, kept, dp, slope = _probabilities(
+        q, k, v, do, lse2, rows, keys, start_n, seen, head, EDGE, STATIC.SELECT, BLOCK_N
     )
-    p_dropped = p_dropped.to(do.dtype)
+    kept = kept.to(do.dtype)
     if TRANSPOSED:  # before dS, which then takes the registers of what was kept
-        dv = tl.dot(tl.trans(do), p_dropped, dv, input_precision="ieee")
+        dv = tl.dot(tl.trans(do), kept, dv, input_precision="ieee")
     else:
-        dv = tl.dot(tl.trans(p_dropped), do, dv, input_precision="ieee")
+        dv = tl.dot(tl.trans(kept), do, dv, input_precision="ieee")
     ds = (p * (dp - delta[:, None]) * slope).to(q.dtype)
     if TRANSPOSED:
         dk = tl.dot(tl.trans(q), ds, dk, input_precision="ieee")
@@ -135,9 +135,9 @@ def _dkdv_tile(
 
 
 @triton.jit
-def _next_tile(i, start, begin, end):
+def _next_tile(i, start, first, end):
     """Returns the query head and the start of the tile after one: beyond ``end`` lies the first of the next head."""
-    return tl.where(start < end, i, i + 1), tl.where(start < end, start, begin)
+    return tl.where(start < end, i, i + 1), tl.where(start < end, start, first)
 
 
 @triton.jit(do_not_specialize=["documents"])
@@ -168,26 +168,26 @@ def _dkdv_kernel(
     if TRANSPOSED:
         q, do = Columns(qk_rows, b * qk_strides.b + g * qk_strides.g), Columns(do_rows, plane * Q * E)
     else:
-        q, do = HeadRows(group_ptr, qk_strides.s), HeadRows(do_ptr + h * E, do_stride)  # type: ignore[assignment]
+        q, do = Rows(group_ptr, qk_strides.s), Rows(do_ptr + h * E, do_stride)  # type: ignore[assignment]
     lse_ptr += h * S
     delta_ptr += h * S
     head = Head(tensors, numbers, documents, B, S, b, locate_head(tensors, numbers, b, g * Q, S))
     keys = start_n + key_order(head, BLOCK_N)
-    lower, upper = queries_seeing(keys, head, STATIC)
-    k_rows = HeadRows(group_ptr + Q * E_QK, qk_strides.s)
+    first, last = queries_seeing(keys, head, STATIC)
+    k_rows = Rows(group_ptr + Q * E_QK, qk_strides.s)
     if chunk is not None:
         count = chunk.end - chunk.start
         lse_ptr, delta_ptr = lse_ptr - h * (S - count) - chunk.start, delta_ptr - h * (S - count) - chunk.start
-        lower, upper = tl.maximum(lower, chunk.start), tl.minimum(upper, chunk.end)
+        first, last = tl.maximum(first, chunk.start), tl.minimum(last, chunk.end)
         k_rows = chunk_keys(chunk, b, g)
-        q = HeadRows(before_chunk(group_ptr, qk_strides.s, chunk), qk_strides.s)  # type: ignore[assignment]
-        do = HeadRows(before_chunk(do_ptr + h * E, do_stride, chunk), do_stride)  # type: ignore[assignment]
+        q = Rows(before_chunk(group_ptr, qk_strides.s, chunk), qk_strides.s)  # type: ignore[assignment]
+        do = Rows(before_chunk(do_ptr + h * E, do_stride, chunk), do_stride)  # type: ignore[assignment]
         head = ChunkHead(tensors, numbers, documents, B, S, b, head.place, chunk)  # type: ignore[assignment]
     k = load_tile(k_rows, keys, S, True, E_QK, BLOCK_E)
-    v = load_tile(HeadRows(v_ptr, v_strides.s), keys, S, True, E, BLOCK_E)
+    v = load_tile(Rows(v_ptr, v_strides.s), keys, S, True, E, BLOCK_E)
     dk = tl.zeros([BLOCK_E, BLOCK_N] if TRANSPOSED else [BLOCK_N, BLOCK_E], tl.float32)
     dv = dk
-    begin, a, e, end = tile_range(lower, upper, BLOCK_M)
+    begin, a, e, end = tile_range(first, last, BLOCK_M)
     i, start = a * 0, a
     for _ in tl.range(0, Q * ((e - a) // BLOCK_M)):
         dk, dv = _dkdv_tile(
@@ -210,21 +210,21 @@ def _dkdv_kernel(
     out_ptr = dqkv_ptr + (b.to(tl.int64) * G + g) * (Q + 2) * E
     if chunk is not None:
         out_ptr = dqkv_ptr + ((b.to(tl.int64) * G + g) * 2 - Q) * E
-    store_rotated_back(HeadRows(out_ptr + Q * E, steps.dqkv), dk, keys, head, STATIC)
-    store_tile(HeadRows(out_ptr + (Q + 1) * E, steps.dqkv), dv, keys, S, E, BLOCK_E)
+    store_rotated_back(Rows(out_ptr + Q * E, steps.dqkv), dk, keys, head, STATIC)
+    store_tile(Rows(out_ptr + (Q + 1) * E, steps.dqkv), dv, keys, S, E, BLOCK_E)
 
 
 @triton.jit
 def _dq_tile(
-    dq, q, do, lse2, delta, k, v, start, rows, lower, upper, head,
+    dq, q, do, lse2, delta, k, v, start, rows, first, last, head,
     EDGE: tl.constexpr, STATIC: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Returns dq with one tile of keys; k and v are HeadRows."""
+    """Returns dq with one tile of keys; k and v are Rows."""
     keys = start + key_order(head, BLOCK_N)
     k = load_tile(k, keys, head.S, EDGE, STATIC.E_QK, STATIC.BLOCK_E)
     v = load_tile(v, keys, head.S, EDGE, STATIC.E, STATIC.BLOCK_E)
-    visible = (keys[None, :] >= lower[:, None]) & (keys[None, :] < upper[:, None])
-    p, _, dp, slope = _probabilities(q, k, v, do, lse2, rows, keys, start, visible, head, EDGE, STATIC.SELECT, BLOCK_N)
+    seen = (keys[None, :] >= first[:, None]) & (keys[None, :] < last[:, None])
+    p, _, dp, slope = _probabilities(q, k, v, do, lse2, rows, keys, start, seen, head, EDGE, STATIC.SELECT, BLOCK_N)
     ds = p * (dp - delta[:, None]) * slope
     return tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
 
@@ -249,7 +249,7 @@ def _dq_kernel(
     b, h = plane // H, plane % H
     group_ptr = qk_ptr + b.to(tl.int64) * qk_strides.b + (h // Q).to(tl.int64) * qk_strides.g
     v_ptr += b.to(tl.int64) * v_strides.b + (h // Q).to(tl.int64) * v_strides.g
-    k_rows, v_rows = HeadRows(group_ptr + Q * E_QK, qk_strides.s), HeadRows(v_ptr, v_strides.s)
+    k_rows, v_rows = Rows(group_ptr + Q * E_QK, qk_strides.s), Rows(v_ptr, v_strides.s)
     head = Head(tensors, numbers, documents, B, S, b, locate_head(tensors, numbers, b, h, S))
     rows = start_m + tl.arange(0, BLOCK_M)
     inside = rows
@@ -259,28 +259,28 @@ def _dq_kernel(
         group_ptr, k_rows = before_chunk(group_ptr, qk_strides.s, chunk), chunk_keys(chunk, b, h // Q)
         do_ptr = before_chunk(do_ptr, steps.o, chunk)
         lse_ptr, delta_ptr = before_chunk(lse_ptr, 1, chunk), before_chunk(delta_ptr, 1, chunk)
-    lower, upper = keys_seen(rows, head, STATIC)
-    q = load_tile(HeadRows(group_ptr + h % Q * E_QK, qk_strides.s), inside, S, True, E_QK, BLOCK_E)
-    do = load_tile(HeadRows(do_ptr + plane.to(tl.int64) * E, steps.o), inside, S, True, E, BLOCK_E)
+    first, last = keys_seen(rows, head, STATIC)
+    q = load_tile(Rows(group_ptr + h % Q * E_QK, qk_strides.s), inside, S, True, E_QK, BLOCK_E)
+    do = load_tile(Rows(do_ptr + plane.to(tl.int64) * E, steps.o), inside, S, True, E, BLOCK_E)
     offsets = plane.to(tl.int64) * (S if chunk is None else count) + inside
     lse2 = tl.load(lse_ptr + offsets, mask=inside < S, other=0.0) * LOG2_E
     delta = tl.load(delta_ptr + offsets, mask=inside < S, other=0.0)
     dq = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    begin, a, e, end = tile_range(lower, upper, BLOCK_N)
+    begin, a, e, end = tile_range(first, last, BLOCK_N)
     for start in tl.range(a, e, BLOCK_N):
         dq = _dq_tile(
-            dq, q, do, lse2, delta, k_rows, v_rows, start, rows, lower, upper, head, False, STATIC, BLOCK_N
+            dq, q, do, lse2, delta, k_rows, v_rows, start, rows, first, last, head, False, STATIC, BLOCK_N
         )  # fmt: skip
     for start in tl.range(begin, end - (e - a), BLOCK_N):
         tile = tl.where(start < a, start, start + e - a)
         dq = _dq_tile(
-            dq, q, do, lse2, delta, k_rows, v_rows, tile, rows, lower, upper, head, True, STATIC, BLOCK_N
+            dq, q, do, lse2, delta, k_rows, v_rows, tile, rows, first, last, head, True, STATIC, BLOCK_N
         )  # fmt: skip
     out_ptr = dqkv_ptr + ((b.to(tl.int64) * G + h // Q) * (Q + 2) + h % Q) * E
     if chunk is not None:
         out_ptr = before_chunk(dqkv_ptr, steps.dqkv, chunk) + plane.to(tl.int64) * E
     dq *= numbers.scale * numbers.keep_scale
-    store_rotated_back(HeadRows(out_ptr, steps.dqkv), dq, inside, head, STATIC)
+    store_rotated_back(Rows(out_ptr, steps.dqkv), dq, inside, head, STATIC)
 
 
 # ---- the form of dk and dv ----
@@ -383,16 +383,13 @@ def bwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
     The first launch reads do and o and, with rotary positions, q and k, which the other two then read rotated.
     """
     (do, qkv, o, lse, options), (dqkv,) = args, outputs
-    delta_bytes, qkv_bytes, rotated = moved(do, o), moved(qkv), 0
+    first, own, rotated = moved(do, o), moved(qkv), 0
     if options.cos is not None:
         qk, rotated = rotated_bytes(qkv)
-        delta_bytes, qkv_bytes = (
-            delta_bytes + qk + moved(options.cos, options.sin, options.positions),
-            qkv_bytes - qk + rotated,
-        )
-    pass_bytes = qkv_bytes + moved(do, lse, lse, *options[:TENSORS])
+        first, own = first + qk + moved(options.cos, options.sin, options.positions), own - qk + rotated
+    each = own + moved(do, lse, lse, *options[:TENSORS])
     left, computed = scores(qkv, options)
-    return Cost(delta_bytes + 2 * pass_bytes, moved(dqkv, lse) + rotated, 10 * left * qkv.shape[-1], scores=computed)
+    return Cost(first + 2 * each, moved(dqkv, lse) + rotated, 10 * left * qkv.shape[-1], scores=computed)
 
 
 def of_queries_bwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:

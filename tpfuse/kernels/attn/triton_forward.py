@@ -43,7 +43,7 @@ from .triton_tiles import (
     LN_2,
     Columns,
     Head,
-    HeadRows,
+    Rows,
     before_chunk,
     chunk_keys,
     chunk_tiles,
@@ -80,8 +80,8 @@ def _prepare_kernel(
     b, h = plane // H, plane % H
     rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     if delta_ptr is not None:
-        do = load_tile(HeadRows(do_ptr + plane.to(tl.int64) * E, steps.o), rows, S, True, E, BLOCK_E).to(tl.float32)
-        o = load_tile(HeadRows(o_ptr + plane.to(tl.int64) * E, steps.o), rows, S, True, E, BLOCK_E).to(tl.float32)
+        do = load_tile(Rows(do_ptr + plane.to(tl.int64) * E, steps.o), rows, S, True, E, BLOCK_E).to(tl.float32)
+        o = load_tile(Rows(o_ptr + plane.to(tl.int64) * E, steps.o), rows, S, True, E, BLOCK_E).to(tl.float32)
         delta = tl.sum(do * o, 1) * kept_share
         tl.store(delta_ptr + plane.to(tl.int64) * S + rows, delta, mask=rows < S)
     if tensors.cos_ptr is not None:
@@ -91,19 +91,19 @@ def _prepare_kernel(
         else:
             out_ptr = rotated_ptr + (b.to(tl.int64) * G + h // Q) * (Q + 1) * BLOCK_E
         head = Head(tensors, None, None, B, S, b, None)
-        q = load_rotated(HeadRows(in_ptr + h % Q * E, strides.s), rows, head, True, STATIC)
-        store_tile(HeadRows(out_ptr + h % Q * BLOCK_E, steps.rotated), q, rows, S, BLOCK_E, BLOCK_E)
+        q = load_rotated(Rows(in_ptr + h % Q * E, strides.s), rows, head, True, STATIC)
+        store_tile(Rows(out_ptr + h % Q * BLOCK_E, steps.rotated), q, rows, S, BLOCK_E, BLOCK_E)
         if not CHUNK and h % Q == 0:
-            k = load_rotated(HeadRows(in_ptr + Q * E, strides.s), rows, head, True, STATIC)
-            store_tile(HeadRows(out_ptr + Q * BLOCK_E, steps.rotated), k, rows, S, BLOCK_E, BLOCK_E)
+            k = load_rotated(Rows(in_ptr + Q * E, strides.s), rows, head, True, STATIC)
+            store_tile(Rows(out_ptr + Q * BLOCK_E, steps.rotated), k, rows, S, BLOCK_E, BLOCK_E)
 
 
 # ---- forward ----
 
 
 @triton.jit
-def _masked(s, keys, lower, upper):
-    return tl.where((keys[None, :] >= lower[:, None]) & (keys[None, :] < upper[:, None]), s, float("-inf"))
+def _seen(s, keys, first, last):
+    return tl.where((keys[None, :] >= first[:, None]) & (keys[None, :] < last[:, None]), s, float("-inf"))
 
 
 @triton.jit
@@ -121,7 +121,7 @@ def _softmax(s, total, top, head, EDGE: tl.constexpr):
 
 @triton.jit
 def _fwd_tile(
-    o, total, top, q, k_rows, v_rows, start, rows, lower, upper, head,
+    o, total, top, q, k_rows, v_rows, start, rows, first, last, head,
     EDGE: tl.constexpr, STATIC: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Returns o, total and top with the keys of one tile; without v_rows v lies behind k."""
@@ -129,12 +129,12 @@ def _fwd_tile(
     k = load_rotated(k_rows, keys, head, EDGE, STATIC)
     s, _ = score_tile(q, k, head, rows, keys)
     if EDGE:
-        s = _masked(s, keys, lower, upper)
+        s = _seen(s, keys, first, last)
     p, old, total, top = _softmax(s, total, top, head, EDGE)
     if head.tensors.rng_ptr is not None:
         p = tl.where(keep_mask_tile(head, rows, start, BLOCK_N), p, 0.0)
     if v_rows is None:
-        v_rows = HeadRows(k_rows.ptr + STATIC.E, k_rows.stride)
+        v_rows = Rows(k_rows.ptr + STATIC.E, k_rows.stride)
     v = load_tile(v_rows, keys, head.S, EDGE, STATIC.E, STATIC.BLOCK_E)
     o = tl.dot(p.to(v.dtype), v, o * old[:, None], input_precision="ieee")
     return o, total, top
@@ -163,7 +163,7 @@ def _add_ahead(o, p, old, v, start):
 
 @triton.jit
 def _fwd_ahead(
-    o, o_rest, total, top, q, q_rest, k, v, k_rest, v_rest, begin, a, e, end, rows, lower, upper, head,
+    o, o_rest, total, top, q, q_rest, k, v, k_rest, v_rest, begin, a, e, end, rows, first, last, head,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Returns o, o_rest, total and top with all keys: first those at the edges, whose code behind the other loop would
@@ -175,7 +175,7 @@ def _fwd_ahead(
     for start in tl.range(begin, end - (e - a), BLOCK_N):
         tile = tl.where(start < a, start, start + e - a)
         s = _scores_ahead(q, k, q_rest, k_rest, tile, rows, head, BLOCK_N)
-        p, old, total, top = _softmax(_masked(s, tile + tl.arange(0, BLOCK_N), lower, upper), total, top, head, True)
+        p, old, total, top = _softmax(_seen(s, tile + tl.arange(0, BLOCK_N), first, last), total, top, head, True)
         o, o_rest = _add_ahead(o, p, old, v, tile), _add_ahead(o_rest, p, old, v_rest, tile)
     if a < e:
         s = _scores_ahead(q, k, q_rest, k_rest, a, rows, head, BLOCK_N)
@@ -212,11 +212,11 @@ def _fwd_kernel(
     H = G * Q
     b, h = plane // H, plane % H
     group_ptr = qk_ptr + b.to(tl.int64) * qk_strides.b + (h // Q).to(tl.int64) * qk_strides.g
-    k_rows = HeadRows(group_ptr + Q * E_QK, qk_strides.s)
+    k_rows = Rows(group_ptr + Q * E_QK, qk_strides.s)
     v_rows = None
     if v_ptr is not None:
         v_ptr += b.to(tl.int64) * v_strides.b + (h // Q).to(tl.int64) * v_strides.g
-        v_rows = HeadRows(v_ptr, v_strides.s)
+        v_rows = Rows(v_ptr, v_strides.s)
     head = Head(tensors, numbers, documents, B, S, b, locate_head(tensors, numbers, b, h, S))
     rows = start_m + tl.arange(0, BLOCK_M)
     inside = rows
@@ -224,11 +224,11 @@ def _fwd_kernel(
         rows += first_tile * BLOCK_M
         inside, count = present(rows, chunk, S), chunk.end - chunk.start
         group_ptr, k_rows = before_chunk(group_ptr, qk_strides.s, chunk), chunk_keys(chunk, b, h // Q)
-    lower, upper = keys_seen(rows, head, STATIC)
-    q = load_rotated(HeadRows(group_ptr + h % Q * E_QK, qk_strides.s), inside, head, True, STATIC)
+    first, last = keys_seen(rows, head, STATIC)
+    q = load_rotated(Rows(group_ptr + h % Q * E_QK, qk_strides.s), inside, head, True, STATIC)
     o = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     total, top = tl.zeros([BLOCK_M], tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32)
-    begin, a, e, end = tile_range(lower, upper, BLOCK_N)
+    begin, a, e, end = tile_range(first, last, BLOCK_N)
     o_rest = o  # of REST columns, else not used
     if AHEAD:
         REST: tl.constexpr = STATIC.REST
@@ -236,21 +236,21 @@ def _fwd_kernel(
         k, v = Columns(qkv_rows, column), Columns(qkv_rows, column + E)
         q_rest, k_rest, v_rest = None, None, None
         if REST:
-            q_rows = HeadRows(group_ptr + h % Q * E + BLOCK_E, qk_strides.s)
+            q_rows = Rows(group_ptr + h % Q * E + BLOCK_E, qk_strides.s)
             q_rest, o_rest = load_tile(q_rows, rows, S, True, REST, REST), tl.zeros([BLOCK_M, REST], tl.float32)
             k_rest, v_rest = Columns(rest_rows, column + BLOCK_E), Columns(rest_rows, column + E + BLOCK_E)
         o, o_rest, total, top = _fwd_ahead(
-            o, o_rest, total, top, q, q_rest, k, v, k_rest, v_rest, begin, a, e, end, rows, lower, upper, head, BLOCK_N
+            o, o_rest, total, top, q, q_rest, k, v, k_rest, v_rest, begin, a, e, end, rows, first, last, head, BLOCK_N
         )  # fmt: skip
     else:
         for start in tl.range(a, e, BLOCK_N):
             o, total, top = _fwd_tile(
-                o, total, top, q, k_rows, v_rows, start, rows, lower, upper, head, False, STATIC, BLOCK_N
+                o, total, top, q, k_rows, v_rows, start, rows, first, last, head, False, STATIC, BLOCK_N
             )  # fmt: skip
         for start in tl.range(begin, end - (e - a), BLOCK_N):
             tile = tl.where(start < a, start, start + e - a)
             o, total, top = _fwd_tile(
-                o, total, top, q, k_rows, v_rows, tile, rows, lower, upper, head, True, STATIC, BLOCK_N
+                o, total, top, q, k_rows, v_rows, tile, rows, first, last, head, True, STATIC, BLOCK_N
             )  # fmt: skip
     if chunk is not None:
         o_ptr, lse_ptr = before_chunk(o_ptr, steps.o, chunk), before_chunk(lse_ptr, 1, chunk)
@@ -259,9 +259,9 @@ def _fwd_kernel(
     tl.store(lse_ptr + plane.to(tl.int64) * (S if chunk is None else count) + inside, lse, mask=inside < S)
     factor = (numbers.keep_scale / tl.where(nothing, 1.0, total))[:, None]
     o_ptr += plane.to(tl.int64) * E
-    store_tile(HeadRows(o_ptr, steps.o), o * factor, inside, S, E, BLOCK_E)
+    store_tile(Rows(o_ptr, steps.o), o * factor, inside, S, E, BLOCK_E)
     if STATIC.REST:
-        store_tile(HeadRows(o_ptr + BLOCK_E, steps.o), o_rest * factor, rows, S, STATIC.REST, STATIC.REST)
+        store_tile(Rows(o_ptr + BLOCK_E, steps.o), o_rest * factor, rows, S, STATIC.REST, STATIC.REST)
 
 
 # ---- launchers ----
@@ -332,8 +332,8 @@ def runs_ahead(E: int, options: Options) -> bool:
     With dropout it would spill 48 to 88 bytes at 128 columns, and at 64 take 2 to 3 % more instructions where their
     issue is what limits it.
     """
-    extras = options.key_mask, options.bias, options.cos, options.rng, options.softcap
-    return sum(split(E)) == E <= 128 and all(option is None for option in extras)
+    others = options.key_mask, options.bias, options.cos, options.rng, options.softcap
+    return sum(split(E)) == E <= 128 and all(option is None for option in others)
 
 
 def _form(
@@ -346,15 +346,13 @@ def _form(
     """
     arch, E = target(qkv.device).arch, static.E
     if shape["AHEAD"]:
-        block, remainder = split(E)
-        boxes = [[shape["BLOCK_N"], columns] for columns in (block, remainder) if columns]
+        block, rest = split(E)
+        boxes = [[shape["BLOCK_N"], columns] for columns in (block, rest) if columns]
         able = has_tma(arch) and runs_ahead(E, options) and chunk is None
         rows = described([qkv] * len(boxes), options, boxes) if able else None
         if rows is not None:
-            column_descriptor, remainder_descriptor = (*rows, None)[:2]
-            return (column_descriptor, remainder_descriptor), dict(
-                STATIC=static._replace(BLOCK_E=block, REST=remainder)
-            ) | shape
+            first, second = (*rows, None)[:2]
+            return (first, second), dict(STATIC=static._replace(BLOCK_E=block, REST=rest)) | shape
         shape = {k: v for k, v in default_config("fwd", arch, qkv, options).items() if k != "path"}
     return (None, None), dict(STATIC=static) | shape
 
@@ -376,12 +374,12 @@ def _launch_fwd(x: Tensor, options: Options, chunk: QueryChunk | None) -> tuple[
         return o.unflatten(1, (-1, x.shape[3]))[..., :E].flatten(1), lse
     if options.leaves:
         x, options, chunk = placed((x, options, chunk))
-    original, rotated = options, _rotates_ahead(x, options)
+    asked, rotated = options, _rotates_ahead(x, options)
     if rotated:
         options = options._replace(cos=None, sin=None, positions=None)
     shape = config("fwd", target(x.device).arch, x, options)
-    if shape.pop("path", None) == "sdpa" and chunk is None and torch_forward.able(x, original):
-        return torch_forward.launch(x, original)
+    if shape.pop("path", None) == "sdpa" and chunk is None and torch_forward.able(x, asked):
+        return torch_forward.launch(x, asked)
     x, chunk = dense_heads(x), None if chunk is None else chunk._replace(kv=dense_heads(chunk.kv))
     rows, batch, (M, G, slots, E) = query_positions(options, chunk), options.batch, x.shape
     n, Q, kv = rows.stop - rows.start, slots - 2 if chunk is None else slots, x if chunk is None else chunk.kv
@@ -389,11 +387,11 @@ def _launch_fwd(x: Tensor, options: Options, chunk: QueryChunk | None) -> tuple[
     if M > n * batch:
         o[n * batch :].zero_()
     if rotated:
-        (qk, keys), v = prepare(x, original, chunk), kv[:, :, -1]
+        (qk, keys), v = prepare(x, asked, chunk), kv[:, :, -1]
     else:
         qk, keys, v = x, None if chunk is None else chunk_rows(chunk, kv, batch), None
     static = attending(static_of(x, options), qk, options)
-    descriptors, shape = _form(shape, x, static, options=original, chunk=chunk)
+    descriptors, shape = _form(shape, x, static, options=asked, chunk=chunk)
     grid = (query_tiles(options, chunk, shape["BLOCK_M"]) * batch * G * Q,)
     arrays = qk, v, tensors_of(options), o, lse, *descriptors, keys
     numbers = dict(B=batch, S=options.seq, G=G, Q=Q, documents=documents_of(options), numbers=numbers_of(options))

@@ -1,4 +1,4 @@
-"""Arguments of attention's kernels as records, and where launchers take them from."""
+"""What launchers hand to attention's kernels: its arguments as records, and where they come from."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -66,7 +66,7 @@ class Numbers(NamedTuple):
 
 
 class Static(NamedTuple):
-    """Constants that a kernel is compiled for, besides its blocks."""
+    """What a kernel is compiled for, besides its blocks."""
 
     E: int  # columns of a head
     E_QK: int  # columns of q and k, which are BLOCK_E once they are rotated ahead
@@ -121,8 +121,8 @@ def described(tensors: Sequence[Tensor], options: Options, boxes: Sequence[list[
 
 def _by_position(x: Tensor, options: Options) -> Tensor:
     step = options.batch * x.stride(0)
-    extent = sum((n - 1) * stride for n, stride in zip(x.shape[1:], x.stride()[1:], strict=True))
-    return x.as_strided((options.seq, (options.batch - 1) * x.stride(0) + extent + 1), (step, 1))
+    last = sum((n - 1) * stride for n, stride in zip(x.shape[1:], x.stride()[1:], strict=True))
+    return x.as_strided((options.seq, (options.batch - 1) * x.stride(0) + last + 1), (step, 1))
 
 
 def chunk_rows(chunk: QueryChunk, k: Tensor, batch: int) -> ChunkRows:

@@ -1,5 +1,5 @@
-"""Device functions that attention's kernels share: intervals of keys that queries see, and the tiles of one head with
-their rotation, scores and dropout mask.
+"""What attention's kernels share: what sees what, and the tiles of one head with their rotation, scores and dropout
+mask.
 
 Through causal, window and document masks a query sees one interval of keys, and a key is seen by one interval of
 queries.  A program therefore walks the tiles between the least and the greatest end of its rows' intervals, first
@@ -31,7 +31,7 @@ LOG2_E, LN_2 = tl.constexpr(LOG2E), tl.constexpr(1 / LOG2E)
 
 
 class Place(NamedTuple):
-    """The place of one head of one sample: offsets in key_mask and bias, and its words of the mask."""
+    """Where one head of one sample lies: offsets in key_mask and bias, and its words of the mask."""
 
     key_mask: int
     bias: int
@@ -67,7 +67,7 @@ class ChunkHead(NamedTuple):
     chunk: ChunkRows
 
 
-class HeadRows(NamedTuple):
+class Rows(NamedTuple):
     """One head's rows of a tensor."""
 
     ptr: Tensor
@@ -85,58 +85,58 @@ class Columns(NamedTuple):
 
 
 @triton.jit
-def _document(positions, head, STEPS: tl.constexpr):
+def _document(at, head, STEPS: tl.constexpr):
     """Returns [start, end) of the document that each position lies in, empty where it lies in none; within [0, S),
     whatever the boundaries are: on a GPU they are not checked."""
     if head.tensors.cu_ptr is None:
-        return positions * 0, positions * 0 + head.S
+        return at * 0, at * 0 + head.S
     else:
-        low, high = positions * 0, positions * 0 + head.documents + 1  # how many boundaries are at or below each
+        low, high = at * 0, at * 0 + head.documents + 1  # how many boundaries are <= at
         for _ in tl.static_range(STEPS):
             mid = (low + high) // 2
-            below = (mid < high) & (tl.load(head.tensors.cu_ptr + mid, mask=mid < high, other=0) <= positions)
+            below = (mid < high) & (tl.load(head.tensors.cu_ptr + mid, mask=mid < high, other=0) <= at)
             low, high = tl.where(below, mid + 1, low), tl.where(below, high, mid)
         inside = (low > 0) & (low <= head.documents)
         start = tl.load(head.tensors.cu_ptr + low - 1, mask=inside, other=0)
         end = tl.load(head.tensors.cu_ptr + low, mask=inside, other=0)
-        return tl.where(inside, tl.maximum(start, 0), positions), tl.where(inside, tl.minimum(end, head.S), positions)
+        return tl.where(inside, tl.maximum(start, 0), at), tl.where(inside, tl.minimum(end, head.S), at)
 
 
 @triton.jit
 def keys_seen(rows, head, STATIC: tl.constexpr):
-    """Returns [lower, upper) of the keys that each query sees; rows beyond S see what the last one sees."""
+    """Returns [first, last) of the keys that each query sees; rows beyond S see what the last one sees."""
     rows = tl.minimum(rows, head.S - 1)
-    lower, upper = _document(rows, head, STATIC.STEPS)
+    first, last = _document(rows, head, STATIC.STEPS)
     if STATIC.CAUSAL:
-        upper = tl.minimum(upper, rows + 1)
+        last = tl.minimum(last, rows + 1)
     if head.numbers.window is not None:
-        lower = tl.maximum(lower, rows - head.numbers.window + 1)
+        first = tl.maximum(first, rows - head.numbers.window + 1)
         if not STATIC.CAUSAL:
-            upper = tl.minimum(upper, rows + head.numbers.window)
-    return lower, upper
+            last = tl.minimum(last, rows + head.numbers.window)
+    return first, last
 
 
 @triton.jit
 def queries_seeing(keys, head, STATIC: tl.constexpr):
-    """Returns [lower, upper) of the queries that see each key."""
+    """Returns [first, last) of the queries that see each key."""
     keys = tl.minimum(keys, head.S - 1)
-    lower, upper = _document(keys, head, STATIC.STEPS)
+    first, last = _document(keys, head, STATIC.STEPS)
     if STATIC.CAUSAL:
-        lower = tl.maximum(lower, keys)
+        first = tl.maximum(first, keys)
     if head.numbers.window is not None:
-        upper = tl.minimum(upper, keys + head.numbers.window)
+        last = tl.minimum(last, keys + head.numbers.window)
         if not STATIC.CAUSAL:
-            lower = tl.maximum(lower, keys - head.numbers.window + 1)
-    return lower, upper
+            first = tl.maximum(first, keys - head.numbers.window + 1)
+    return first, last
 
 
 @triton.jit
-def tile_range(lower, upper, BLOCK: tl.constexpr):
+def tile_range(first, last, BLOCK: tl.constexpr):
     """Returns multiples of BLOCK: all tiles lie in [start, end), those that need no mask in [a, b)."""
-    start = tl.min(lower, 0) // BLOCK * BLOCK
-    end = tl.maximum(tl.cdiv(tl.max(upper, 0), BLOCK) * BLOCK, start)
-    a = tl.minimum(tl.maximum(tl.cdiv(tl.max(lower, 0), BLOCK) * BLOCK, start), end)
-    b = tl.maximum(tl.minimum(tl.min(upper, 0) // BLOCK * BLOCK, end), a)
+    start = tl.min(first, 0) // BLOCK * BLOCK
+    end = tl.maximum(tl.cdiv(tl.max(last, 0), BLOCK) * BLOCK, start)
+    a = tl.minimum(tl.maximum(tl.cdiv(tl.max(first, 0), BLOCK) * BLOCK, start), end)
+    b = tl.maximum(tl.minimum(tl.min(last, 0) // BLOCK * BLOCK, end), a)
     return start, a, b, end
 
 
@@ -165,9 +165,9 @@ def before_chunk(ptr, stride, chunk):
 
 @triton.jit
 def chunk_keys(chunk, b, g):
-    """Returns the HeadRows of k."""
+    """Returns the Rows of k."""
     strides = chunk.strides
-    return HeadRows(chunk.k_ptr + b.to(tl.int64) * strides.b + g.to(tl.int64) * strides.g, strides.s)
+    return Rows(chunk.k_ptr + b.to(tl.int64) * strides.b + g.to(tl.int64) * strides.g, strides.s)
 
 
 # ---- tiles of one head ----
@@ -216,12 +216,12 @@ def keep_mask_tile(head, rows, start, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_tile(x, rows, S, EDGE: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Returns ``rows`` of one head [positions, BLOCK_E], 0 outside; EDGE says that some lie beyond S."""
+def load_tile(x, at, S, EDGE: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Returns the rows ``at`` of one head [positions, BLOCK_E], 0 outside; EDGE says that some lie beyond S."""
     e = tl.arange(0, BLOCK_E)
-    ptr = x.ptr + rows.to(tl.int64)[:, None] * x.stride + e[None, :]
+    ptr = x.ptr + at.to(tl.int64)[:, None] * x.stride + e[None, :]
     if EDGE:
-        return tl.load(ptr, mask=(rows < S)[:, None] & (e < E)[None, :], other=0.0)
+        return tl.load(ptr, mask=(at < S)[:, None] & (e < E)[None, :], other=0.0)
     elif E < BLOCK_E:
         return tl.load(ptr, mask=(e < E)[None, :], other=0.0)
     else:
@@ -229,11 +229,11 @@ def load_tile(x, rows, S, EDGE: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.const
 
 
 @triton.jit
-def store_tile(y, x, rows, S, E: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Writes x [positions, BLOCK_E] to ``rows`` of y, in y's dtype."""
+def store_tile(y, x, at, S, E: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Writes x [positions, BLOCK_E] to the rows ``at`` of y, in y's dtype."""
     e = tl.arange(0, BLOCK_E)
-    ptr = y.ptr + rows.to(tl.int64)[:, None] * y.stride + e[None, :]
-    tl.store(ptr, x.to(y.ptr.dtype.element_ty), mask=(rows < S)[:, None] & (e < E)[None, :])
+    ptr = y.ptr + at.to(tl.int64)[:, None] * y.stride + e[None, :]
+    tl.store(ptr, x.to(y.ptr.dtype.element_ty), mask=(at < S)[:, None] & (e < E)[None, :])
 
 
 @triton.jit
@@ -251,8 +251,8 @@ def score_tile(q, k, head, rows, keys):
         ptr = tensors.bias_ptr + head.place.bias + rows.to(tl.int64)[:, None] * S + keys[None, :]
         s += tl.load(ptr, mask=(rows < S)[:, None] & (keys < S)[None, :], other=0.0).to(tl.float32)
     if tensors.key_mask_ptr is not None:
-        visible = tl.load(tensors.key_mask_ptr + head.place.key_mask + keys, mask=keys < S, other=0)
-        s = tl.where((visible != 0)[None, :], s, float("-inf"))
+        seen = tl.load(tensors.key_mask_ptr + head.place.key_mask + keys, mask=keys < S, other=0)
+        s = tl.where((seen != 0)[None, :], s, float("-inf"))
     return s, slope
 
 
@@ -271,55 +271,55 @@ def _pairs(STATIC: tl.constexpr):
     else:
         REST: tl.constexpr = (E - 2 * HALF + 1) // 2
         if REST == 0:
-            u_columns, v_columns = i, i + HALF
+            first, second = i, i + HALF
         else:
-            u_columns = tl.where(i < HALF, i, i + HALF)
-            v_columns = u_columns + tl.where(i < HALF, HALF, REST)
+            first = tl.where(i < HALF, i, i + HALF)
+            second = first + tl.where(i < HALF, HALF, REST)
             if HALF % 8 == 0:
-                u_columns = tl.max_contiguous(tl.multiple_of(u_columns, 8), 8)
-        return u_columns, v_columns, i < HALF + REST, (i < HALF + REST) & (v_columns < E)
+                first = tl.max_contiguous(tl.multiple_of(first, 8), 8)
+        return first, second, i < HALF + REST, (i < HALF + REST) & (second < E)
 
 
 @triton.jit
-def _angles(rows, head, STATIC: tl.constexpr):
+def _angles(at, head, STATIC: tl.constexpr):
     """Returns cos and sin [positions, BLOCK_E / 2]; 1 and 0 where nothing rotates."""
     tensors, S = head.tensors, head.S
     i = tl.arange(0, STATIC.BLOCK_E // 2)
-    row = rows
+    row = at
     if tensors.positions_ptr is not None:
-        row = tl.load(tensors.positions_ptr + rows.to(tl.int64) * head.B + head.b, mask=rows < S, other=0)
+        row = tl.load(tensors.positions_ptr + at.to(tl.int64) * head.B + head.b, mask=at < S, other=0)
     offsets = row.to(tl.int64)[:, None] * STATIC.HALF + i[None, :]
-    mask = (rows < S)[:, None] & (i < STATIC.HALF)[None, :]
+    mask = (at < S)[:, None] & (i < STATIC.HALF)[None, :]
     cos = tl.load(tensors.cos_ptr + offsets, mask=mask, other=1.0).to(tl.float32)
     return cos, tl.load(tensors.sin_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def load_rotated(x, rows, head, EDGE: tl.constexpr, STATIC: tl.constexpr):
-    """Returns ``rows`` of q or k [positions, BLOCK_E]; with cos rotated, the first columns of all pairs, then
+def load_rotated(x, at, head, EDGE: tl.constexpr, STATIC: tl.constexpr):
+    """Returns the rows ``at`` of q or k [positions, BLOCK_E]; with cos rotated, the first columns of all pairs, then
     the second."""
     if head.tensors.cos_ptr is None:
-        return load_tile(x, rows, head.S, EDGE, STATIC.E_QK, STATIC.BLOCK_E)
+        return load_tile(x, at, head.S, EDGE, STATIC.E_QK, STATIC.BLOCK_E)
     else:
-        u_columns, v_columns, has_u, has_v = _pairs(STATIC)
-        ptr, mask = x.ptr + rows.to(tl.int64)[:, None] * x.stride, (rows < head.S)[:, None]
-        u = tl.load(ptr + u_columns[None, :], mask=mask & has_u[None, :], other=0.0)
-        v = tl.load(ptr + v_columns[None, :], mask=mask & has_v[None, :], other=0.0)
-        cos, sin = _angles(rows, head, STATIC)
+        first, second, has_first, has_second = _pairs(STATIC)
+        ptr, mask = x.ptr + at.to(tl.int64)[:, None] * x.stride, (at < head.S)[:, None]
+        u = tl.load(ptr + first[None, :], mask=mask & has_first[None, :], other=0.0)
+        v = tl.load(ptr + second[None, :], mask=mask & has_second[None, :], other=0.0)
+        cos, sin = _angles(at, head, STATIC)
         rotated = tl.join((u * cos - v * sin).to(u.dtype), (v * cos + u * sin).to(u.dtype))
-        return tl.reshape(tl.permute(rotated, (0, 2, 1)), (rows.shape[0], STATIC.BLOCK_E))
+        return tl.reshape(tl.permute(rotated, (0, 2, 1)), (at.shape[0], STATIC.BLOCK_E))
 
 
 @triton.jit
-def store_rotated_back(y, x, rows, head, STATIC: tl.constexpr):
-    """Writes x, in the order of load_rotated, rotated back to ``rows`` of y."""
+def store_rotated_back(y, x, at, head, STATIC: tl.constexpr):
+    """Writes x, in the order of load_rotated, rotated back to the rows ``at`` of y."""
     if head.tensors.cos_ptr is None:
-        store_tile(y, x, rows, head.S, STATIC.E, STATIC.BLOCK_E)
+        store_tile(y, x, at, head.S, STATIC.E, STATIC.BLOCK_E)
     else:
-        u, v = tl.split(tl.permute(tl.reshape(x, (rows.shape[0], 2, STATIC.BLOCK_E // 2)), (0, 2, 1)))
-        cos, sin = _angles(rows, head, STATIC)
-        u_columns, v_columns, has_u, has_v = _pairs(STATIC)
-        ptr, mask = y.ptr + rows.to(tl.int64)[:, None] * y.stride, (rows < head.S)[:, None]
+        u, v = tl.split(tl.permute(tl.reshape(x, (at.shape[0], 2, STATIC.BLOCK_E // 2)), (0, 2, 1)))
+        cos, sin = _angles(at, head, STATIC)
+        first, second, has_first, has_second = _pairs(STATIC)
+        ptr, mask = y.ptr + at.to(tl.int64)[:, None] * y.stride, (at < head.S)[:, None]
         dtype: tl.constexpr = y.ptr.dtype.element_ty
-        tl.store(ptr + u_columns[None, :], (u * cos + v * sin).to(dtype), mask=mask & has_u[None, :])
-        tl.store(ptr + v_columns[None, :], (v * cos - u * sin).to(dtype), mask=mask & has_v[None, :])
+        tl.store(ptr + first[None, :], (u * cos + v * sin).to(dtype), mask=mask & has_first[None, :])
+        tl.store(ptr + second[None, :], (v * cos - u * sin).to(dtype), mask=mask & has_second[None, :])

@@ -31,13 +31,13 @@ def _lookup_kernel(
     weight_ptr,  # [V, D] in, strides (stride_v, 1)
     ids_ptr,  # [M] in
     out_ptr,  # [M, D] out
-    M, V, D, first_id, stride_v,
+    M, V, D, first, stride_v,
     ROWS: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * A + tl.arange(0, A)
     live, within = rows < M, (columns < D)[None, :]
-    local = tl.load(ids_ptr + rows, mask=live, other=-1) - first_id
+    local = tl.load(ids_ptr + rows, mask=live, other=-1) - first
     inside = live & (local >= 0) & (local < V)
     y = tl.load(weight_ptr + local[:, None] * stride_v + columns[None, :], mask=inside[:, None] & within, other=0.0)
     tl.store(out_ptr + rows[:, None] * D + columns[None, :], y, mask=live[:, None] & within)
@@ -51,10 +51,11 @@ def _add_rows(total, x_ptr, order_ptr, begin, end, columns, D, ROWS: tl.constexp
     """total [ROWS, A] + rows begin to end of x [_, D] (with ``order``: rows order[begin] to order[end - 1]), every
     ROWS-th to one lane."""
     for i in range(tl.cdiv(end - begin, ROWS)):
-        rows = begin + i * ROWS + tl.arange(0, ROWS)
-        live = rows < end
+        at = begin + i * ROWS + tl.arange(0, ROWS)
+        live = at < end
+        rows = at
         if order_ptr is not None:
-            rows = tl.load(order_ptr + rows, mask=live, other=0)
+            rows = tl.load(order_ptr + at, mask=live, other=0)
         total += load(x_ptr, rows[:, None] * D + columns[None, :], live[:, None] & (columns < D)[None, :])
     return total
 
@@ -64,14 +65,14 @@ def _chunk_sums_kernel(
     dy_ptr,  # [M, D] in
     ids_ptr, order_ptr,  # [M] in: the ids sorted, where each one came from
     partial_ptr,  # [M // CHUNK, D] out, fp32; rows of chunks with more than one id are left alone
-    V, D, first_id,
+    V, D, first,
     CHUNK: tl.constexpr, ROWS: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
     c = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * A + tl.arange(0, A)
     begin, end = c * CHUNK, (c + 1) * CHUNK
     lowest, highest = tl.load(ids_ptr + begin), tl.load(ids_ptr + end - 1)
-    if (lowest == highest) & (lowest >= first_id) & (lowest < first_id + V):
+    if (lowest == highest) & (lowest >= first) & (lowest < first + V):
         total = _add_rows(tl.zeros([ROWS, A], tl.float32), dy_ptr, order_ptr, begin, end, columns, D, ROWS)
         tl.store(partial_ptr + c * D + columns, tl.sum(total, 0), mask=columns < D)
 
@@ -93,13 +94,11 @@ def _row_sums_kernel(
         v = (tl.program_id(0) + i * P).to(tl.int64)
         begin, end = tl.load(offsets_ptr + v), tl.load(offsets_ptr + v + 1)
         first_whole, last_whole = tl.cdiv(begin, CHUNK), end // CHUNK
-        has_whole = first_whole < last_whole
+        whole = first_whole < last_whole
         total = tl.zeros([ROWS, A], tl.float32)
-        total = _add_rows(
-            total, dy_ptr, order_ptr, begin, tl.where(has_whole, first_whole * CHUNK, end), columns, D, ROWS
-        )
+        total = _add_rows(total, dy_ptr, order_ptr, begin, tl.where(whole, first_whole * CHUNK, end), columns, D, ROWS)
         total = _add_rows(total, partial_ptr, None, first_whole, last_whole, columns, D, ROWS)
-        total = _add_rows(total, dy_ptr, order_ptr, tl.where(has_whole, last_whole * CHUNK, end), end, columns, D, ROWS)
+        total = _add_rows(total, dy_ptr, order_ptr, tl.where(whole, last_whole * CHUNK, end), end, columns, D, ROWS)
         tl.store(dw_ptr + v * D + columns, tl.sum(total, 0).to(dw_ptr.dtype.element_ty), mask=columns < D)
 
 
@@ -125,39 +124,28 @@ def bwd_config(D: int) -> dict[str, int]:
 # ---- launchers ----
 
 
-def fwd_launch(weight: Tensor, ids: Tensor, first_id: int) -> Tensor:
+def fwd_launch(weight: Tensor, ids: Tensor, first: int) -> Tensor:
     V, D = weight.shape
     if weight.stride(1) != 1:
         weight = weight.contiguous()
     M, ids = ids.numel(), ids.contiguous()
-    y = weight.new_empty(*ids.shape, D)
+    out = weight.new_empty(*ids.shape, D)
     config = tuned("lookup", target(weight.device).arch, weight.dtype, (M, D), default=fwd_config(D))
     grid = -(-M // config["ROWS"]), -(-D // config["A"])
-    launch(_lookup_kernel, grid, weight.device, weight, ids, y, M, V, D, first_id, weight.stride(0), **config)
-    return y
+    launch(_lookup_kernel, grid, weight.device, weight, ids, out, M, V, D, first, weight.stride(0), **config)
+    return out
 
 
-def bwd_launch(dy: Tensor, ids: Tensor, first_id: int, rows: int, dtype: torch.dtype) -> Tensor:
+def bwd_launch(dy: Tensor, ids: Tensor, first: int, rows: int, dtype: torch.dtype) -> Tensor:
     M, D = ids.numel(), dy.shape[-1]
     dy = dy.contiguous()
     ids, order = torch.sort(ids.flatten(), stable=True)
-    offsets = torch.searchsorted(ids, torch.arange(first_id, first_id + rows + 1, device=ids.device))
+    offsets = torch.searchsorted(ids, torch.arange(first, first + rows + 1, device=ids.device))
     chunk, config = chunk_of(M), bwd_config(D)
     chunks, columns = M // chunk, -(-D // config["A"])
     partial, dw = dy.new_empty(chunks, D, dtype=torch.float32), dy.new_empty(rows, D, dtype=dtype)
     launch(
-        _chunk_sums_kernel,
-        (chunks, columns),
-        dy.device,
-        dy,
-        ids,
-        order,
-        partial,
-        rows,
-        D,
-        first_id,
-        CHUNK=chunk,
-        **config,
+        _chunk_sums_kernel, (chunks, columns), dy.device, dy, ids, order, partial, rows, D, first, CHUNK=chunk, **config
     )
     grid = min(rows, 8 * multiprocessors(dy)), columns
     launch(_row_sums_kernel, grid, dy.device, dy, order, offsets, partial, dw, rows, D, CHUNK=chunk, **config)

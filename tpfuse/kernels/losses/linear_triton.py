@@ -58,14 +58,14 @@ def _logits_stats_kernel(
     bias_ptr,  # [V] in
     labels_ptr,  # [M] in, int64
     partial_ptr,  # [4, T, M] out, fp32, T the tiles of a row
-    M, V, D, plane, first_token,
+    M, V, D, plane, first,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, SMOOTHING: tl.constexpr,
 ):  # fmt: skip
     m, n = swizzle(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(V, BN), GROUP_M)
     z = _logits(x, w, bias_ptr, m * BM, n * BN, V, D, BM, BN, BK)
     rows, columns = (m * BM + tl.arange(0, BM)).to(tl.int64), n * BN + tl.arange(0, BN)
     live, inside = rows < M, (columns < V)[None, :]
-    label = tl.load(labels_ptr + rows, mask=live, other=-1) - first_token
+    label = tl.load(labels_ptr + rows, mask=live, other=-1) - first
     is_label = columns[None, :] == tl.where((label >= 0) & (label < V), label, -1).to(tl.int32)[:, None]
     padded = tl.where(inside, z, float("-inf"))
     top = tl.maximum(tl.max(padded, 1), LOWEST)
@@ -230,7 +230,7 @@ def stats_launch(layer: Linear, labels: Tensor, loss: Loss) -> Tensor:
     launch(
         _logits_stats_kernel, (_tiles(c, M, V),), x.device,
         x=_descriptor(x, c["BM"], c["BK"]), w=_descriptor(w, c["BN"], c["BK"]), bias_ptr=placed(b),
-        labels_ptr=labels.contiguous(), partial_ptr=partial, M=M, V=V, D=D, plane=T * M, first_token=loss.first_token,
+        labels_ptr=labels.contiguous(), partial_ptr=partial, M=M, V=V, D=D, plane=T * M, first=loss.first_token,
         SMOOTHING=smoothing, **c,
     )  # fmt: skip
     launch(
@@ -259,9 +259,9 @@ def bwd_add_launch(layer: Linear, rows: Rows, loss: Loss, out: Tensor, fixed: bo
         if x.shape[1] == out.shape[1]:
             _contract("dw", dz, x, out=total, add=total, fixed=fixed)
         else:  # with columns of zeros
-            product = total.new_empty(len(total), x.shape[1])
-            _contract("dw", dz, x, out=product, fixed=fixed)
-            total.add_(product[:, : out.shape[1]])
+            made = total.new_empty(len(total), x.shape[1])
+            _contract("dw", dz, x, out=made, fixed=fixed)
+            total.add_(made[:, : out.shape[1]])
 
     return _bwd(layer, rows, loss, add, fixed=fixed)
 
@@ -288,8 +288,8 @@ def _bwd(
         chunk = Linear(x, w[tokens], None if b is None else b[tokens])
         _dlogits(chunk, rows, loss._replace(first_token=loss.first_token + start), dz=dz_chunk, db=db[tokens])
         wgrad(dz_chunk, x, tokens)
-        target_dx, add = dx if stop == V else total, None if start == 0 else total
-        _contract("dx", dz_chunk, w[tokens], out=target_dx, add=add, fixed=fixed)
+        out, add = dx if stop == V else total, None if start == 0 else total
+        _contract("dx", dz_chunk, w[tokens], out=out, add=add, fixed=fixed)
     return dx if D == width else _columns(dx, width), db
 
 

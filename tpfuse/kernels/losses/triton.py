@@ -39,17 +39,17 @@ def row_gradient(row_ptrs, stride_dloss, rows, live, V, loss):
     lse = tl.load(row_ptrs.lse + rows, mask=live, other=0.0)
     dloss = tl.load(row_ptrs.dloss + rows * stride_dloss, mask=live, other=0.0)
     row = tl.where(label == loss.ignore_index, 0.0, dloss)
-    token = label - loss.first_token
-    column = tl.where((token >= 0) & (token < V), token, -1).to(tl.int32)
+    first = loss.first_token
+    column = tl.where((label >= first) & (label < first + V), label - first, -1).to(tl.int32)
     return column, lse, row, row * (1.0 + 2.0 * loss.z_loss * lse)
 
 
 @triton.jit
-def _load(x_ptr, columns, mask, fill: tl.constexpr):
+def _load(x_ptr, columns, mask, other: tl.constexpr):
     if mask is None:
         x = tl.load(x_ptr + columns)
     else:
-        x = tl.load(x_ptr + columns, mask=mask, other=fill)
+        x = tl.load(x_ptr + columns, mask=mask, other=other)
     return x.to(tl.float32)
 
 
@@ -79,7 +79,7 @@ def _stats_kernel(
     x_ptr,  # [M, V] in, strides (stride_m, 1)
     labels_ptr,  # [M] in, int64
     stats_ptr,  # [M, 4] out, fp32
-    V, stride_m, first_token,
+    V, stride_m, first,
     LANES: tl.constexpr, WIDTH: tl.constexpr, SMOOTHING: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -97,7 +97,7 @@ def _stats_kernel(
     tail = tl.maximum(end // chunk, 1) * chunk + columns
     top, total, sums = _stats_chunk(x_ptr, tail, tail < end, top, total, sums, SMOOTHING)
     highest = tl.max(top, 0)
-    label = tl.load(labels_ptr + row) - first_token
+    label = tl.load(labels_ptr + row) - first
     inside = (label >= 0) & (label < V)
     stats_ptr += row * 4
     tl.store(stats_ptr, highest)
@@ -148,7 +148,7 @@ def stats_launch(logits: Tensor, labels: Tensor, loss: Loss) -> Tensor:
     stats = logits.new_empty(M, 4, dtype=torch.float32)
     launch(
         _stats_kernel, (M,), logits.device,
-        x_ptr=logits, labels_ptr=labels, stats_ptr=stats, V=V, stride_m=logits.stride(0), first_token=loss.first_token,
+        x_ptr=logits, labels_ptr=labels, stats_ptr=stats, V=V, stride_m=logits.stride(0), first=loss.first_token,
         SMOOTHING=loss.label_smoothing > 0, **_config("cross_entropy_stats", logits),
     )  # fmt: skip
     return stats

@@ -31,15 +31,7 @@ from ..runtime.errors import check
 from ..runtime.launch import launch, target
 from ..runtime.leaves import placed
 from ..runtime.op import Cost, dense, moved
-from ..runtime.partials import (
-    FinalSums,
-    groups_of,
-    reduce_leaves,
-    reduce_vectors,
-    releases,
-    sum_by_the_last,
-    sum_config,
-)
+from ..runtime.partials import Last, groups_of, reduce_leaves, reduce_vectors, releases, sum_by_the_last, sum_config
 from ..runtime.philox import Mask, kernel_mask, mask_key_device
 from ..runtime.triton import tl, triton
 from ..runtime.tuning import LaunchConfig, tuned
@@ -69,8 +61,8 @@ def _bwd_kernel(
     dh_ptr,  # [m, D] in
     saved,  # in: Statistics
     mask,  # KernelMask
-    grads,  # Gradients, whose vectors are partial sums
-    final,  # FinalSums: the vectors, where programs of this kernel sum the partials
+    out,  # Gradients, whose vectors are partial sums
+    last,  # Last: the vectors, where programs of this kernel sum the partials
     M,
     D: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
     KIND: tl.constexpr, ORDER: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
@@ -113,54 +105,54 @@ def _bwd_kernel(
             d_a = rstd * (g_a - mean_g - x_a * mean_gx)
             if B > 0:
                 d_b = rstd * (g_b - mean_g - x_b * mean_gx)
-        dbias_a += out_tile(d_a, dn, dh_ptr, grads, key, mask, rows, a, live, D, ORDER)
+        dbias_a += out_tile(d_a, dn, dh_ptr, out, key, mask, rows, a, live, D, ORDER)
         if B > 0:
-            dbias_b += out_tile(d_b, dn, dh_ptr, grads, key, mask, rows, b, live, D, ORDER)
+            dbias_b += out_tile(d_b, dn, dh_ptr, out, key, mask, rows, b, live, D, ORDER)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    store_partials(grads, a, dbias_a, dgamma_a, dbeta_a, D, R)
+    store_partials(out, a, dbias_a, dgamma_a, dbeta_a, D, R)
     if B > 0:
-        store_partials(grads, b, dbias_b, dgamma_b, dbeta_b, D, R)
-    if final.counters is not None:
-        sum_by_the_last(grads, final, D, GROUP, SUM)
+        store_partials(out, b, dbias_b, dgamma_b, dbeta_b, D, R)
+    if last.counters is not None:
+        sum_by_the_last(out, last, D, GROUP, SUM)
 
 
 BWD_ROW = 8192  # columns up to which a row lies in registers
 LEAF = 128  # programs of a leaf of the rows, at most
 
 
-def _form(gradient: Tensor, R: int, alone: bool, leaves: int) -> tuple[Any, LaunchConfig, int]:
+def _form(like: Tensor, R: int, alone: bool, leaves: int) -> tuple[Any, LaunchConfig, int]:
     """Returns the kernel that makes the gradients of rows [m, D], its launch parameters, and how many programs stride
     over the rows, or over those of a leaf; their partials add 2.4 P / m of the traffic.
 
-    ``gradient``: dn or, without it, dh; ``alone``: there is a norm, and no bias gradient.
+    ``like``: dn or, without it, dh; ``alone``: there is a norm, and no bias gradient.
     """
-    m, D = gradient.shape[-2:]
-    arch, multiprocessors = target(gradient.device)
+    m, D = like.shape[-2:]
+    arch, multiprocessors = target(like.device)
     step = m // max(leaves, 1)
-    programs = lambda share, rows: max(1, min(LEAF if leaves else share * multiprocessors, -(-step // max(16, rows))))
+    programs = lambda each, rows: max(1, min(LEAF if leaves else each * multiprocessors, -(-step // max(16, rows))))
     if D <= BWD_ROW:
-        config = dict(_parameters("fused_norm_bwd", gradient, leaves, default=bwd_config(D, arch, R)))
+        config = dict(_parameters("fused_norm_bwd", like, leaves, default=bwd_config(D, arch, R)))
         config["LAST"] = config["LAST"] and releases(arch)
         return _bwd_kernel, config, programs(2, config["ROWS"])
-    config = dict(_parameters("fused_norm_bwd_columns", gradient, leaves, default=BWD_COLUMNS))
+    config = dict(_parameters("fused_norm_bwd_columns", like, leaves, default=BWD_COLUMNS))
     if config.pop("ONCE") and alone and D <= ONCE_ROW:
         return bwd_once_kernel, once_config(D, arch) | dict(EARLY=config["EARLY"]), programs(1, 1)
     return bwd_columns_kernel, config, programs(2, config["ROWS"])
 
 
-def _parameters(kernel: str, gradient: Tensor, leaves: int, default: LaunchConfig) -> LaunchConfig:
+def _parameters(kernel: str, like: Tensor, leaves: int, default: LaunchConfig) -> LaunchConfig:
     """Returns a kernel's launch parameters; with leaves the default ones, since m, which others go by, is R's."""
     if leaves:
         return default
-    return tuned(kernel, target(gradient.device).arch, gradient.dtype, tuple(gradient.shape[-2:]), default=default)
+    return tuned(kernel, target(like.device).arch, like.dtype, tuple(like.shape[-2:]), default=default)
 
 
 # ---- launchers ----
 
 
 def _normed(dn: Tensor | None, saved: Saved, order: str) -> bool:
-    """Returns whether anything comes through the norm."""
+    """Whether anything comes through the norm."""
     return saved.gamma is not None and (dn is not None or order in (POST, DROP))
 
 
@@ -172,41 +164,41 @@ def backward(
     *,
     kind: str,
     order: str,
-    grads: Gradients,
+    out: Gradients,
     leaves: int = 0,
 ) -> None:
-    """Launches what fills ``grads``."""
+    """Launches what fills ``out``."""
     if leaves:
         dn, dh, saved = placed((dn, dh, saved))
-    m, D = grads.dparts.shape
-    device, gradient, R = grads.dparts.device, incoming(dn, dh), 1 if dn is None else dn.shape[0]
-    kernel, config, P = _form(gradient, R, alone=saved.gamma is not None and grads.dbias is None, leaves=leaves)
-    vectors = grads.dbias, grads.dgamma, grads.dbeta
+    m, D = out.dparts.shape
+    device, like, R = out.dparts.device, incoming(dn, dh), 1 if dn is None else dn.shape[0]
+    kernel, config, P = _form(like, R, alone=saved.gamma is not None and out.dbias is None, leaves=leaves)
+    vectors = out.dbias, out.dgamma, out.dbeta
     there = [v is not None for v in vectors]
     groups = groups_of(P) if config.pop("LAST", False) and any(there) else 0  # whose sums are partials too
     rows = max(leaves, 1) * P + groups
-    rooms = iter(grads.dparts.new_empty(sum(there), rows, D, dtype=torch.float32))  # one allocation
+    rooms = iter(out.dparts.new_empty(sum(there), rows, D, dtype=torch.float32))  # one allocation
     partials = [next(rooms) if is_there else None for is_there in there]
-    partial_grads = Gradients(grads.dparts, grads.dparts.stride(0), grads.dresidual, *partials)
+    own = Gradients(out.dparts, out.dparts.stride(0), out.dresidual, *partials)
     dh = None if dh is None else dh.contiguous()
     entering, drops = (strided(dn), dh, dense(saved)), kernel_mask(mask)
     flags = dict(D=D, R=RankSum(R, leaves > 0), KIND=KINDS[kind], ORDER=order if order in (POST, DROP) else PRE)
     step, over = (m // leaves, (leaves,)) if leaves else (m, ())  # rows that a program strides over, and of how many
     if kernel is bwd_columns_kernel:
-        sums = grads.dparts.new_empty(m, 2, dtype=torch.float32)
+        sums = out.dparts.new_empty(m, 2, dtype=torch.float32)
         if saved.gamma is not None:
-            row_config = _parameters("fused_norm_bwd_rows", gradient, leaves, default=BWD_ROWS)
+            each = _parameters("fused_norm_bwd_rows", like, leaves, default=BWD_ROWS)
             early = drops if order == DROP else drops._replace(rng_ptr=None)
-            launch(bwd_rows_kernel, (m,), device, *entering, early, sums, m, **flags, **row_config)
+            launch(bwd_rows_kernel, (m,), device, *entering, early, sums, m, **flags, **each)
         grid = (P, -(-D // config["A"]), *over)
-        launch(kernel, grid, device, *entering, drops, sums, partial_grads, step, **flags, **config)
+        launch(kernel, grid, device, *entering, drops, sums, own, step, **flags, **config)
     elif kernel is bwd_once_kernel:
-        launch(kernel, (P,), device, *entering, drops, partial_grads, m, **flags, **config)
+        launch(kernel, (P,), device, *entering, drops, own, m, **flags, **config)
     else:
-        final = FinalSums(counters(device), *vectors) if groups else FinalSums()
+        last = Last(counters(device), *vectors) if groups else Last()
         config |= sum_config(D, config["num_warps"]) | dict(EARLY=config["EARLY"] and not groups)
         grid = (P, 1, leaves) if leaves else (P,)
-        launch(kernel, grid, device, *entering, drops, partial_grads, final, step, **flags, **config)
+        launch(kernel, grid, device, *entering, drops, own, last, step, **flags, **config)
         if groups:
             return
     if leaves:
@@ -226,8 +218,8 @@ def bwd_launch(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The launcher of fused_norm_bwd."""
     check(out is None or out.stride(1) == 1, "fused_norm_bwd: the columns of out must lie side by side")
-    gradient = incoming(dn, dh)
-    new, (m, D) = gradient.new_empty, gradient.shape[-2:]
+    like = incoming(dn, dh)
+    new, (m, D) = like.new_empty, like.shape[-2:]
     gamma = saved.gamma if _normed(dn, saved, order) else None
     dparts = new(m, D, dtype=wanted.parts) if out is None else out
     dresidual = None if wanted.residual is None else new(m, D, dtype=wanted.residual)
@@ -236,7 +228,7 @@ def bwd_launch(
     dbeta = gamma.new_empty(D) if gamma is not None and wanted.beta else None
     read = Statistics() if gamma is None else Statistics(saved.h, saved.mean, saved.rstd, gamma)
     filled = Gradients(dparts, 0, dresidual, dbias=dbias, dgamma=dgamma, dbeta=dbeta)
-    backward(dn, dh, read, mask, kind=saved.kind, order=order, grads=filled, leaves=wanted.leaves)
+    backward(dn, dh, read, mask, kind=saved.kind, order=order, out=filled, leaves=wanted.leaves)
     dparts = dparts if out is None else new(0, dtype=wanted.parts)
     or_empty = lambda t: new(0, dtype=torch.float32) if t is None else t
     if dgamma is not None and dbeta is None:
@@ -245,18 +237,18 @@ def bwd_launch(
 
 
 def bwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
-    dn, dh, saved, mask, order, wanted, *into = args
-    gradient, normed = dh if dn is None else dn, _normed(dn, saved, order)
-    m, D = gradient.shape[-2:]
+    dn, dh, saved, mask, order, wanted, *out = args
+    like, normed = dh if dn is None else dn, _normed(dn, saved, order)
+    m, D = like.shape[-2:]
     R, leaves = 1 if dn is None else dn.shape[0], wanted.leaves
-    kernel, config, P = _form(gradient, R, alone=normed and wanted.bias is None, leaves=leaves)
+    kernel, config, P = _form(like, R, alone=normed and wanted.bias is None, leaves=leaves)
     vectors = (wanted.bias is not None) + (1 + wanted.beta if normed else 0)
     groups = groups_of(P) if config.get("LAST", False) else 0
     partials = 4 * vectors * (max(leaves, 1) * P + groups) * D
     through = (saved.h, saved.mean, saved.rstd, saved.gamma) if normed else ()
-    read, written = moved(dn, dh, *through, mask.rng) + partials, moved(*outputs, *into) + partials
+    read, written = moved(dn, dh, *through, mask.rng) + partials, moved(*outputs, *out) + partials
     if kernel is bwd_columns_kernel and normed:  # the first pass, and its sums
-        reread = (dh,) if dn is None or order in (POST, DROP) else ()
-        read += moved(dn, *reread, *through, mask.rng if order == DROP else None) + 8 * m
+        again = (dh,) if dn is None or order in (POST, DROP) else ()
+        read += moved(dn, *again, *through, mask.rng if order == DROP else None) + 8 * m
         written += 8 * m
     return Cost(read, written)

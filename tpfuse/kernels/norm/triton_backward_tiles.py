@@ -1,4 +1,4 @@
-"""Records that the kernels of the fused norm's backward take, and their device functions."""
+"""What the kernels of the fused norm's backward share: the records that they take, and their device functions."""
 
 from typing import NamedTuple
 
@@ -21,10 +21,8 @@ class Statistics(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients that backward fills; None is omitted.
-
-    The vectors are [D], or a kernel's partial sums [P, D] in fp32, of each leaf of the rows if there are leaves.
-    """
+    """What backward fills; None is omitted.  The vectors are [D], or a kernel's partial sums [P, D] in fp32, of each
+    leaf of the rows if there are leaves."""
 
     dparts: Tensor  # [m, D]
     stride: int  # from one of its rows to the next
@@ -78,35 +76,35 @@ def gamma_rows(gamma_ptr, rows, columns, D: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def out_tile(dx, dn, dh_ptr, grads, key, mask, rows, columns, live, D: tl.constexpr, ORDER: tl.constexpr):
+def out_tile(dx, dn, dh_ptr, out, key, mask, rows, columns, live, D: tl.constexpr, ORDER: tl.constexpr):
     """Adds what passed the norm by, stores dresidual and dparts; returns dparts before rounding, 0 outside."""
     inside, offsets = live[:, None] & (columns < D)[None, :], rows[:, None] * D + columns[None, :]
     if ORDER == "pre":
         if dn.ptr is not None:
             if dh_ptr is not None:
                 dx += load(dh_ptr, offsets, inside)
-    if grads.dresidual is not None:
-        tl.store(grads.dresidual + offsets, dx.to(grads.dresidual.dtype.element_ty), mask=inside)
+    if out.dresidual is not None:
+        tl.store(out.dresidual + offsets, dx.to(out.dresidual.dtype.element_ty), mask=inside)
     if ORDER != "drop":
         dx = drop(dx, key, mask, rows, columns)
-    ptr = grads.dparts + rows[:, None] * grads.stride + columns[None, :]  # in this order: 64 bits a row, 32 an element
-    tl.store(ptr, dx.to(grads.dparts.dtype.element_ty), mask=inside)
+    ptr = out.dparts + rows[:, None] * out.stride + columns[None, :]  # in this order: 64 bits a row, 32 an element
+    tl.store(ptr, dx.to(out.dparts.dtype.element_ty), mask=inside)
     return tl.where(inside, dx, 0.0)
 
 
 @triton.jit
-def store_partials(grads, columns, dbias, dgamma, dbeta, D: tl.constexpr, R: tl.constexpr):
+def store_partials(out, columns, dbias, dgamma, dbeta, D: tl.constexpr, R: tl.constexpr):
     """Stores this program's row of [P, D] each, or of [leaves, P, D]."""
     row = tl.program_id(0).to(tl.int64)
     if R.tree:
         row += tl.program_id(2).to(tl.int64) * tl.num_programs(0)
     offsets = row * D + columns
-    if grads.dbias is not None:
-        tl.store(grads.dbias + offsets, tl.sum(dbias, 0), mask=columns < D)
-    if grads.dgamma is not None:
-        tl.store(grads.dgamma + offsets, tl.sum(dgamma, 0), mask=columns < D)
-    if grads.dbeta is not None:
-        tl.store(grads.dbeta + offsets, tl.sum(dbeta, 0), mask=columns < D)
+    if out.dbias is not None:
+        tl.store(out.dbias + offsets, tl.sum(dbias, 0), mask=columns < D)
+    if out.dgamma is not None:
+        tl.store(out.dgamma + offsets, tl.sum(dgamma, 0), mask=columns < D)
+    if out.dbeta is not None:
+        tl.store(out.dbeta + offsets, tl.sum(dbeta, 0), mask=columns < D)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from .triton_forward import gamma_tile, live_rows
 
 
 @triton.jit
-def _row_means(
+def _means(
     dn, dh_ptr, saved, key, mask, rows, live, mean, rstd,
     D: tl.constexpr, R: tl.constexpr, A: tl.constexpr, KIND: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
@@ -35,7 +35,7 @@ def _row_means(
 
 @triton.jit
 def _finish(
-    dn, dh_ptr, saved, mask, grads, key, rows, columns, live, mean, rstd, mean_g, mean_gx, dgamma, dbeta,
+    dn, dh_ptr, saved, mask, out, key, rows, columns, live, mean, rstd, mean_g, mean_gx, dgamma, dbeta,
     D: tl.constexpr, R: tl.constexpr, KIND: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     """Stores a tile's gradients; returns dgamma and dbeta with the tile's added.
@@ -47,7 +47,7 @@ def _finish(
     g = d * gamma_rows(saved.gamma, rows, columns, D, KIND)
     x = x_tile(saved.h, mean, rstd, rows, columns, live, D)
     dx = rstd * (g - mean_g[:, None] - x * mean_gx[:, None])
-    out_tile(dx, dn, dh_ptr, grads, key, mask, rows, columns, live, D, ORDER)
+    out_tile(dx, dn, dh_ptr, out, key, mask, rows, columns, live, D, ORDER)
     return dgamma + d * x, dbeta + d
 
 
@@ -66,14 +66,14 @@ def bwd_rows_kernel(
     rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     live = live_rows(rows, M, 1)
     mean, rstd = statistics(saved, rows, live, KIND)
-    mean_g, mean_gx = _row_means(dn, dh_ptr, saved, key, mask, rows, live, mean, rstd, D, R, A, KIND, ORDER)
+    mean_g, mean_gx = _means(dn, dh_ptr, saved, key, mask, rows, live, mean, rstd, D, R, A, KIND, ORDER)
     tl.store(sums_ptr + 2 * rows, mean_g)
     tl.store(sums_ptr + 2 * rows + 1, mean_gx)
 
 
 @triton.jit
 def bwd_columns_kernel(
-    dn, dh_ptr, saved, mask, sums_ptr, grads,  # as above
+    dn, dh_ptr, saved, mask, sums_ptr, out,  # as above
     M, D: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, A: tl.constexpr, KIND: tl.constexpr, ORDER: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -99,15 +99,15 @@ def bwd_columns_kernel(
             mean_g = tl.load(sums_ptr + 2 * rows, mask=live, other=0.0)[:, None]
             mean_gx = tl.load(sums_ptr + 2 * rows + 1, mask=live, other=0.0)[:, None]
             d = rstd * (d * gamma - mean_g - x * mean_gx)
-        dbias += out_tile(d, dn, dh_ptr, grads, key, mask, rows, columns, live, D, ORDER)
+        dbias += out_tile(d, dn, dh_ptr, out, key, mask, rows, columns, live, D, ORDER)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    store_partials(grads, columns, dbias, dgamma, dbeta, D, R)
+    store_partials(out, columns, dbias, dgamma, dbeta, D, R)
 
 
 @triton.jit
 def bwd_once_kernel(
-    dn, dh_ptr, saved, mask, grads,  # as in triton_backward.py; grads without dbias
+    dn, dh_ptr, saved, mask, out,  # as in triton_backward.py; out without dbias
     M, D: tl.constexpr, R: tl.constexpr, A: tl.constexpr, KIND: tl.constexpr, ORDER: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Four tiles of A columns are a row."""
@@ -125,26 +125,26 @@ def bwd_once_kernel(
         rows = (tl.program_id(0) + i * P).to(tl.int64) + tl.arange(0, 1)
         live = live_rows(rows, M, 1)
         mean, rstd = statistics(saved, rows, live, KIND)
-        mean_g, mean_gx = _row_means(dn, dh_ptr, saved, key, mask, rows, live, mean, rstd, D, R, A, KIND, ORDER)
+        mean_g, mean_gx = _means(dn, dh_ptr, saved, key, mask, rows, live, mean, rstd, D, R, A, KIND, ORDER)
         dgamma_a, dbeta_a = _finish(
-            dn, dh_ptr, saved, mask, grads, key, rows, a, live, mean, rstd, mean_g, mean_gx, dgamma_a, dbeta_a,
+            dn, dh_ptr, saved, mask, out, key, rows, a, live, mean, rstd, mean_g, mean_gx, dgamma_a, dbeta_a,
             D, R, KIND, ORDER,
         )  # fmt: skip
         dgamma_b, dbeta_b = _finish(
-            dn, dh_ptr, saved, mask, grads, key, rows, b, live, mean, rstd, mean_g, mean_gx, dgamma_b, dbeta_b,
+            dn, dh_ptr, saved, mask, out, key, rows, b, live, mean, rstd, mean_g, mean_gx, dgamma_b, dbeta_b,
             D, R, KIND, ORDER,
         )  # fmt: skip
         dgamma_c, dbeta_c = _finish(
-            dn, dh_ptr, saved, mask, grads, key, rows, c, live, mean, rstd, mean_g, mean_gx, dgamma_c, dbeta_c,
+            dn, dh_ptr, saved, mask, out, key, rows, c, live, mean, rstd, mean_g, mean_gx, dgamma_c, dbeta_c,
             D, R, KIND, ORDER,
         )  # fmt: skip
         dgamma_e, dbeta_e = _finish(
-            dn, dh_ptr, saved, mask, grads, key, rows, e, live, mean, rstd, mean_g, mean_gx, dgamma_e, dbeta_e,
+            dn, dh_ptr, saved, mask, out, key, rows, e, live, mean, rstd, mean_g, mean_gx, dgamma_e, dbeta_e,
             D, R, KIND, ORDER,
         )  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    store_partials(grads, a, zero, dgamma_a, dbeta_a, D, R)
-    store_partials(grads, b, zero, dgamma_b, dbeta_b, D, R)
-    store_partials(grads, c, zero, dgamma_c, dbeta_c, D, R)
-    store_partials(grads, e, zero, dgamma_e, dbeta_e, D, R)
+    store_partials(out, a, zero, dgamma_a, dbeta_a, D, R)
+    store_partials(out, b, zero, dgamma_b, dbeta_b, D, R)
+    store_partials(out, c, zero, dgamma_c, dbeta_c, D, R)
+    store_partials(out, e, zero, dgamma_e, dbeta_e, D, R)

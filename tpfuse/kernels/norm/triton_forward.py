@@ -41,7 +41,7 @@ class Parts(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Tensors that forward fills; None is omitted."""
+    """What forward fills; None is omitted."""
 
     h: Tensor | None = None  # [m, D]
     n: Tensor | None = None  # [m, D]
@@ -68,8 +68,8 @@ def drop(z, key, mask, rows, columns):
         position, sample = row // batch, first_sample + row % batch
         column, word = columns.to(tl.uint32)[None, :], tl.cast(mask.site_head, tl.uint32)
         threshold = tl.cast(mask.threshold, tl.uint32)
-        keep_mask = keep_device(k0, k1, position[:, None], word, column, sample[:, None], threshold)
-        return z * tl.where(keep_mask, mask.scale, 0.0)  # a product: with what is added next it becomes one instruction
+        kept = keep_device(k0, k1, position[:, None], word, column, sample[:, None], threshold)
+        return z * tl.where(kept, mask.scale, 0.0)  # a product: with what is added next it becomes one instruction
 
 
 @triton.jit
@@ -142,7 +142,7 @@ def _fwd_kernel(
     add,  # in: Add
     gamma_ptr, beta_ptr,  # [D] in
     mask,  # KernelMask
-    outputs,  # Outputs
+    out,  # Outputs
     M, eps,
     D: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
     KIND: tl.constexpr, DROP_N: tl.constexpr,
@@ -157,9 +157,9 @@ def _fwd_kernel(
             key_h = mask_key_device(mask.rng_ptr)
     a = tl.arange(0, A)
     b = A + tl.arange(0, max(B, 1))
-    h_a = _h_tile(parts, add, mask, key_h, outputs.h, rows, a, live, D, R)
+    h_a = _h_tile(parts, add, mask, key_h, out.h, rows, a, live, D, R)
     if B > 0:
-        h_b = _h_tile(parts, add, mask, key_h, outputs.h, rows, b, live, D, R)
+        h_b = _h_tile(parts, add, mask, key_h, out.h, rows, b, live, D, R)
     if gamma_ptr is not None:
         mean = tl.zeros([ROWS], tl.float32)
         if KIND.centred:
@@ -167,20 +167,20 @@ def _fwd_kernel(
             if B > 0:
                 mean += tl.sum(h_b, 1)
             mean = mean / D
-            tl.store(outputs.mean + rows, mean, mask=live)
+            tl.store(out.mean + rows, mean, mask=live)
         square = _squares(h_a, mean, a, D)
         if B > 0:
             square += _squares(h_b, mean, b, D)
         rstd = tl.rsqrt(square / D + eps)
-        tl.store(outputs.rstd + rows, rstd, mask=live)
-        _n_tile(h_a, mean, rstd, gamma_ptr, beta_ptr, mask, key_n, outputs.n, rows, a, live, D, KIND)
+        tl.store(out.rstd + rows, rstd, mask=live)
+        _n_tile(h_a, mean, rstd, gamma_ptr, beta_ptr, mask, key_n, out.n, rows, a, live, D, KIND)
         if B > 0:
-            _n_tile(h_b, mean, rstd, gamma_ptr, beta_ptr, mask, key_n, outputs.n, rows, b, live, D, KIND)
+            _n_tile(h_b, mean, rstd, gamma_ptr, beta_ptr, mask, key_n, out.n, rows, b, live, D, KIND)
 
 
 @triton.jit
 def _fwd_chunks_kernel(
-    parts, add, gamma_ptr, beta_ptr, mask, outputs, M, eps,  # as above
+    parts, add, gamma_ptr, beta_ptr, mask, out, M, eps,  # as above
     D: tl.constexpr, R: tl.constexpr, A: tl.constexpr, KIND: tl.constexpr, DROP_N: tl.constexpr,
 ):  # fmt: skip
     """One row, chunk by chunk: Welford's mean and squares in every lane, then the lanes together; n in a second walk
@@ -199,7 +199,7 @@ def _fwd_chunks_kernel(
     count = 0.0
     for start in tl.range(0, D, A):
         columns = start + lanes
-        h = _h_tile(parts, add, mask, key_h, outputs.h, rows, columns, live, D, R)
+        h = _h_tile(parts, add, mask, key_h, out.h, rows, columns, live, D, R)
         count += 1.0
         within = (columns < D)[None, :]
         if KIND.centred:
@@ -216,20 +216,20 @@ def _fwd_chunks_kernel(
             mean = tl.sum(mean_lane * counts, 1) / D
             d = mean_lane - mean[:, None]
             square = tl.sum(square_lane + counts * d * d, 1)
-            tl.store(outputs.mean + rows, mean, mask=live)
+            tl.store(out.mean + rows, mean, mask=live)
         else:
             square = tl.sum(square_lane, 1)
         rstd = tl.rsqrt(square / D + eps)
-        tl.store(outputs.rstd + rows, rstd, mask=live)
-        if outputs.h is not None:
+        tl.store(out.rstd + rows, rstd, mask=live)
+        if out.h is not None:
             tl.debug_barrier()  # h was written by other threads
         for start in tl.range(0, D, A):
             columns = start + lanes
-            if outputs.h is not None:
-                h = load(outputs.h, rows[:, None] * D + columns[None, :], (columns < D)[None, :])
+            if out.h is not None:
+                h = load(out.h, rows[:, None] * D + columns[None, :], (columns < D)[None, :])
             else:
                 h = load(parts.ptr, rows[:, None] * parts.stride_m + columns[None, :], (columns < D)[None, :])
-            _n_tile(h, mean, rstd, gamma_ptr, beta_ptr, mask, key_n, outputs.n, rows, columns, live, D, KIND)
+            _n_tile(h, mean, rstd, gamma_ptr, beta_ptr, mask, key_n, out.n, rows, columns, live, D, KIND)
 
 
 @triton.jit
@@ -266,9 +266,9 @@ def strided(parts: Tensor | None) -> Parts:
 
 
 def forward(
-    parts: Tensor, add: Add, norm: NormVectors, mask: Mask, *, order: str, outputs: Outputs, leaves: int = 0
+    parts: Tensor, add: Add, norm: NormVectors, mask: Mask, *, order: str, out: Outputs, leaves: int = 0
 ) -> None:
-    """Launches what fills ``outputs``; without h there, R is 1 and nothing is added."""
+    """Launches what fills ``out``; without h there, R is 1 and nothing is added."""
     R, m, D = parts.shape
     device, arch = parts.device, target(parts.device).arch
     name, kernel, default = (
@@ -281,7 +281,7 @@ def forward(
     add, norm = dense(add), dense(norm)
     if leaves:
         parts, add, norm = placed((parts, add, norm))
-    args = strided(parts), add, norm.gamma, norm.beta, kernel_mask(mask), outputs, m, norm.eps
+    args = strided(parts), add, norm.gamma, norm.beta, kernel_mask(mask), out, m, norm.eps
     constants = dict(D=D, R=RankSum(R, leaves > 0), KIND=KINDS[norm.kind], DROP_N=order == DROP)
     launch(kernel, grid, device, *args, **constants, **config)
 
@@ -292,22 +292,22 @@ def fwd_launch(
     _, m, D = parts.shape
     dtype = parts.dtype if add.residual is None else add.residual.dtype
     h = parts.new_empty(0) if order == ALONE else parts.new_empty(m, D, dtype=dtype)
-    outputs = Outputs(None if order == ALONE else h)
+    out = Outputs(None if order == ALONE else h)
     if norm.gamma is None:
-        forward(parts, add, norm, mask, order=order, outputs=outputs, leaves=leaves)
+        forward(parts, add, norm, mask, order=order, out=out, leaves=leaves)
         return h, h.new_empty(0), h.new_empty(0), h.new_empty(0)
     n, rstd = parts.new_empty(m, D), parts.new_empty(m, dtype=torch.float32)
     mean = rstd.new_empty(m if KINDS[norm.kind].centred else 0)
-    forward(parts, add, norm, mask, order=order, outputs=outputs._replace(n=n, mean=mean, rstd=rstd), leaves=leaves)
+    forward(parts, add, norm, mask, order=order, out=out._replace(n=n, mean=mean, rstd=rstd), leaves=leaves)
     return h, n, mean, rstd
 
 
 def fwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
     """A wide row with a norm is read again from h; of a table a row is read for each of m rows, all different."""
-    parts, add, *options = args
+    parts, add, *rest = args
     _, m, D = parts.shape
     position, token_type = (None if w is None else w[:m] for w in (add.position_weight, add.type_weight))
-    cost = least((parts, add._replace(position_weight=position, type_weight=token_type), *options), outputs)
+    cost = least((parts, add._replace(position_weight=position, type_weight=token_type), *rest), outputs)
     h, _, _, rstd = outputs
     return cost._replace(read=cost.read + moved(h)) if D > FWD_ROW and rstd.numel() else cost
 
@@ -338,5 +338,5 @@ def reduce_launch(parts: Tensor) -> Tensor:
 def drop_launch(parts: Tensor, mask: Mask) -> Tensor:
     """[R, m, D] -> [m, D]: the launcher of dropout, of one part."""
     total = parts.new_empty(parts.shape[1:])
-    forward(parts, Add(), NormVectors(), mask, order=PRE, outputs=Outputs(total))
+    forward(parts, Add(), NormVectors(), mask, order=PRE, out=Outputs(total))
     return total

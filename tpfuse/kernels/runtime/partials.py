@@ -96,8 +96,8 @@ def _reduce_leaves_kernel(
 GROUP = 16
 
 
-class FinalSums(NamedTuple):
-    """The vectors that the last programs of a kernel sum its partials to; without counters they sum nothing."""
+class Last(NamedTuple):
+    """What the last programs of a kernel sum its partials to; without counters they sum nothing."""
 
     counters: Tensor | None = None  # int32 [1 + groups], 0 before and after
     dbias: Tensor | None = None  # [D] each; None is omitted
@@ -130,41 +130,41 @@ def sum_config(D: int, num_warps: int) -> dict[str, int]:
 def _is_last(counter_ptr, count):
     """Returns whether this program is the last of ``count`` to come here; it then sees what the others had stored."""
     tl.debug_barrier()  # what other threads have stored comes first
-    is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == count - 1
-    if is_last:
+    last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == count - 1
+    if last:
         tl.store(counter_ptr, 0)
     tl.debug_barrier()
-    return is_last
+    return last
 
 
 @triton.jit
-def _sum_vector(partial_ptr, first_row, rows, out_ptr, D: tl.constexpr, GROUP: tl.constexpr, A: tl.constexpr):
-    """Sums ``rows`` rows of partial [.., D] from ``first_row`` on to out [D]; nothing where there is no partial."""
+def _sum_vector(partial_ptr, first, rows, out_ptr, D: tl.constexpr, GROUP: tl.constexpr, A: tl.constexpr):
+    """Sums ``rows`` rows of partial [.., D] from the row ``first`` on to out [D]; nothing where there is no partial."""
     if partial_ptr is not None:
         for start in tl.range(0, D, A):
-            sum_partials(partial_ptr + first_row * D, out_ptr, start + tl.arange(0, A), rows, D, GROUP, A)
+            sum_partials(partial_ptr + first * D, out_ptr, start + tl.arange(0, A), rows, D, GROUP, A)
 
 
 @triton.jit
 def sum_by_the_last(
     partials,  # three vectors [P + groups, D], fp32: of this kernel's programs, and room for the groups' sums
-    final,  # FinalSums
+    last,  # Last
     D: tl.constexpr, GROUP: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
     P = tl.num_programs(0).to(tl.int64)
     group = tl.program_id(0).to(tl.int64) // GROUP
-    groups, rows, group_row = tl.cdiv(P, GROUP), tl.minimum(P - group * GROUP, GROUP), (P + group) * D
-    if _is_last(final.counters + 1 + group, rows):
+    groups, rows, own = tl.cdiv(P, GROUP), tl.minimum(P - group * GROUP, GROUP), (P + group) * D
+    if _is_last(last.counters + 1 + group, rows):
         if partials.dbias is not None:
-            _sum_vector(partials.dbias, group * GROUP, rows, partials.dbias + group_row, D, GROUP, A)
+            _sum_vector(partials.dbias, group * GROUP, rows, partials.dbias + own, D, GROUP, A)
         if partials.dgamma is not None:
-            _sum_vector(partials.dgamma, group * GROUP, rows, partials.dgamma + group_row, D, GROUP, A)
+            _sum_vector(partials.dgamma, group * GROUP, rows, partials.dgamma + own, D, GROUP, A)
         if partials.dbeta is not None:
-            _sum_vector(partials.dbeta, group * GROUP, rows, partials.dbeta + group_row, D, GROUP, A)
-        if _is_last(final.counters, groups):
-            _sum_vector(partials.dbias, P, groups, final.dbias, D, GROUP, A)
-            _sum_vector(partials.dgamma, P, groups, final.dgamma, D, GROUP, A)
-            _sum_vector(partials.dbeta, P, groups, final.dbeta, D, GROUP, A)
+            _sum_vector(partials.dbeta, group * GROUP, rows, partials.dbeta + own, D, GROUP, A)
+        if _is_last(last.counters, groups):
+            _sum_vector(partials.dbias, P, groups, last.dbias, D, GROUP, A)
+            _sum_vector(partials.dgamma, P, groups, last.dgamma, D, GROUP, A)
+            _sum_vector(partials.dbeta, P, groups, last.dbeta, D, GROUP, A)
 
 
 # ---- by a kernel of their own ----
@@ -187,23 +187,23 @@ def reduce_vectors(partials: Sequence[Tensor | None], vectors: Sequence[Tensor |
     ``early``, for sm_90 and later: it may be started before the kernel that writes the partials has ended, which hides
     the time that a launch takes.
     """
-    present = [partial for partial in partials if partial is not None]
-    if present:
-        P, D = present[0].shape
+    given = [partial for partial in partials if partial is not None]
+    if given:
+        P, D = given[0].shape
         grid = -(-D // REDUCE["A"]), 3
-        config = REDUCE | dict(EARLY=early) | (dict(launch_pdl=True) if early else {})
-        launch(_reduce_vectors_kernel, grid, present[0].device, *partials, *vectors, P, D, **config)
+        how = REDUCE | dict(EARLY=early) | (dict(launch_pdl=True) if early else {})
+        launch(_reduce_vectors_kernel, grid, given[0].device, *partials, *vectors, P, D, **how)
 
 
 def reduce_leaves(partials: Sequence[Tensor | None], vectors: Sequence[Tensor | None], leaves: int) -> None:
     """Fills vectors as :func:`reduce_vectors`, of partials [leaves P, D]: over the P of a leaf in order, over leaves as
     a binary tree."""
-    present = [partial for partial in partials if partial is not None]
-    if present:
-        rows, D = present[0].shape
+    given = [partial for partial in partials if partial is not None]
+    if given:
+        rows, D = given[0].shape
         sizes = dict(P=rows // leaves, D=D, LEVELS=leaves.bit_length() - 1)
         grid = -(-D // LEAVES["A"]), 3
         launch(
-            _reduce_leaves_kernel, grid, present[0].device, partials=tuple(partials), vectors=tuple(vectors),
+            _reduce_leaves_kernel, grid, given[0].device, partials=tuple(partials), vectors=tuple(vectors),
             **sizes, **LEAVES,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Settings that choose the order of a sum inside one call of a CPU library, beside the call itself.
+"""What chooses the order of a sum inside one call of a CPU library, beside the call itself.
 
 torch, oneDNN and MKL have kernels for each set of instructions, block them for the caches, and share them out to
 threads.  Ranks that are to have the same bits agree on all of it, and a run that is resumed has the bits of the one

@@ -25,7 +25,7 @@ _SMALL = 2.0**-6  # of the numbers of a bias, about what rounding leaves of sums
 
 
 class _Strided(NamedTuple):
-    """Properties of a tensor that a library reads before it chooses a kernel."""
+    """What a library reads of a tensor before it chooses a kernel."""
 
     shape: torch.Size
     stride: tuple[int, ...]
