@@ -37,14 +37,19 @@ class TreeReduceScatter:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         self.dtype = input_tensor.dtype
-        nodes = torch.empty_like(input_tensor)
-        dist.all_to_all_single(nodes, input_tensor, group=group)
-        output_tensor.copy_(tree(nodes.chunk(group.size())))
+        output_tensor.copy_(_scattered_sum(input_tensor, group))
+
+
+def _scattered_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """x [R n, ...] of each rank -> this rank's n rows of the tree over the ranks' x."""
+    nodes = torch.empty_like(x)
+    dist.all_to_all_single(nodes, x, group=group)
+    return tree(nodes.chunk(group.size()))
 
 
 class ShardedTrees(GradientTrees):
     """The sums of a model's gradients over ``local`` micro-batches on each of the ``replicas``, which FSDP2 shards it
-    over."""
+    over.  From here on FSDP2 gives the sum over the replicas, not their mean, also of a call that is no micro-batch."""
 
     replicas: dist.ProcessGroup
 
@@ -88,9 +93,7 @@ class ShardedTrees(GradientTrees):
         shape = local(p).shape
         for shard in replica_shards(p, tp):
             rows = padded(gradient.movedim(shard.dim, 0), shard.chunk * self.size).contiguous()
-            nodes = torch.empty_like(rows)
-            dist.all_to_all_single(nodes, rows, group=self.replicas)
-            gradient = tree(nodes.chunk(self.size))[: shape[shard.dim]].movedim(0, shard.dim)
+            gradient = _scattered_sum(rows, self.replicas)[: shape[shard.dim]].movedim(0, shard.dim)
         return gradient
 
 
