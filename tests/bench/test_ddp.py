@@ -72,4 +72,4 @@ def test_a_tiny_run(tmp_path, capsys):
     (found,) = result["rows"]
     assert (found["ranks"], found["gbit"]) == (2, 0.0)
     assert set(found["seconds"]) == set(TIMES) and all(low > 0 for low, *_ in found["seconds"].values())
-    assert page.overlap(result) in capsys.readouterr().out
+    assert page.overlap([result]) in capsys.readouterr().out

@@ -90,9 +90,10 @@ SECONDS += "linear_cross_entropy_bwd", "linear_cross_entropy_bwd_add", "reduce_b
 def large_cases() -> Iterator:
     """One op of each launcher."""
     for case in cases():
-        name, _ = case.values
+        name, other = case.values
         if not case.marks and name not in ATTENTIONS:
-            yield pytest.param(*case.values, id=case.id, marks=[pytest.mark.slow] * (name in SECONDS))
+            late = [pytest.mark.slow] * (name in SECONDS) + [pytest.mark.rare] * (name in SECONDS and other)
+            yield pytest.param(*case.values, id=case.id, marks=late)
 
 
 @pytest.mark.parametrize("name, other", list(large_cases()))

@@ -186,21 +186,24 @@ def _tied(pieces: Pieces, shapes: PieceShapes, *, size: int) -> Pieces:
 
 def run_pieces(job: Job, split: Split) -> PieceRuns:
     """Runs the stages of a job at a split's micro-batch, and takes them apart."""
-    kinds, stages, plan = layer_kinds(job.config), len(_LAYERS), split.plan(job)
-    as_chunks = Stage(0, 1, "interleaved", chunks=stages, layers=_LAYERS)
+    kinds, plan = layer_kinds(job.config), split.plan(job)
+    first, last = kinds[0], kinds[-1]
+    as_chunks = Stage(0, 1, "interleaved", chunks=len(_LAYERS), layers=_LAYERS)
 
-    def run(kind: LayerKind) -> list[StageRun]:
+    def run(kind: LayerKind) -> dict[int, StageRun]:
+        """Returns the runs of the stages that pieces of this kind are made of."""
         model = planned_model(_alike(job.config, kind, sum(_LAYERS)), plan, mesh, as_chunks)
         for layer in model.modules():
             if isinstance(layer, ParallelMoE) and split.pp == 1:  # whose replicas average gradients
                 layer.experts = layer.experts.with_divisor(layer.experts.replicas)
-        return [_stage(model, chunk, plan, split=SCHEDULES[split.schedule].split) for chunk in model.stages.chunks]
+        needed = [_MIDDLE, _TWO, *[_FIRST] * (kind == first), *[_LAST] * (kind == last)]
+        chunks, waiting = model.stages.chunks, SCHEDULES[split.schedule].split
+        return {stage: _stage(model, chunks[stage], plan, split=waiting) for stage in needed}
 
     with fake_world(split.tp, split.expert_replicas, cp=split.cp) as mesh:
         runs = {kind: run(kind) for kind in dict.fromkeys(kinds)}
-    calls = {kind: [_calls(run) for run in stages] for kind, stages in runs.items()}
+    calls = {kind: {stage: _calls(run) for stage, run in stages.items()} for kind, stages in runs.items()}
     blocks = {kind: _sum((-1, stages[_MIDDLE]), (1, stages[_TWO])) for kind, stages in calls.items()}
-    first, last = kinds[0], kinds[-1]
     border = _sum((1, calls[first][_MIDDLE]), (-1, blocks[first]))
     return PieceRuns(
         _sum((1, calls[first][_FIRST]), (-1, blocks[first])),
