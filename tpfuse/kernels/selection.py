@@ -38,10 +38,10 @@ Selected = tuple[Tensor, Tensor, Tensor]  # index, value, count
 
 def select_large_ref(x: Tensor, threshold: float, most: int) -> tuple[Tensor, Tensor, Tensor]:
     magnitude = x.to(acc_dtype(x)).abs()
-    (every,) = torch.nonzero(magnitude >= threshold if threshold > 0 else magnitude > 0, as_tuple=True)
-    index, n = every[:most], x.shape[0]
-    rest = 0, most - len(index)
-    return pad(index, rest, value=n), pad(x[index], rest), index.new_full((), len(every))
+    (hits,) = torch.nonzero(magnitude >= threshold if threshold > 0 else magnitude > 0, as_tuple=True)
+    index, n = hits[:most], x.shape[0]
+    padding = 0, most - len(index)
+    return pad(index, padding, value=n), pad(x[index], padding), index.new_full((), len(hits))
 
 
 # ---- Triton ----
@@ -119,8 +119,8 @@ def select_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
     """Counts as many entries chosen as there is room for.  (torch's sum of the counts of blocks is not counted.)"""
     x, _, most = args
     blocks = _blocks(len(x), most)
-    marks, again = blocks * BLOCK // 8, moved(x[:most])
-    return Cost(moved(x) + marks + 8 * blocks + again, marks + 4 * blocks + moved(*outputs[:2]))
+    marks, compared = blocks * BLOCK // 8, moved(x[:most])
+    return Cost(moved(x) + marks + 8 * blocks + compared, marks + 4 * blocks + moved(*outputs[:2]))
 
 
 def _fake(x: Tensor, threshold: float, most: int) -> Selected:

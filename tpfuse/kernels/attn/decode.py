@@ -184,7 +184,7 @@ def decode_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
     (q, k, v, options), (o,) = args, outputs
     B, G, Q, E = q.shape
     L = k.shape[1]
-    seen = L if options.window is None else min(options.window, L)
+    visible = L if options.window is None else min(options.window, L)
     parts = 4 * B * G * _shape(q, k)[1] * Q * (E + 2)
-    read = moved(q, options.lengths) + moved(k, v, options.key_mask) * seen // max(L, 1)
-    return Cost(read + parts, moved(o) + parts, 4 * B * G * Q * seen * E, scores=B * G * Q * seen)
+    read = moved(q, options.lengths) + moved(k, v, options.key_mask) * visible // max(L, 1)
+    return Cost(read + parts, moved(o) + parts, 4 * B * G * Q * visible * E, scores=B * G * Q * visible)

@@ -119,12 +119,12 @@ def attend_tiles(
 
 def _products(a: Tensor, b: Tensor) -> Tensor:
     """a [count, N, rows, K] and b [N, K, C] -> [count, N, rows, C], a GEMM each."""
-    out = a.new_empty(*a.shape[:3], b.shape[2])
+    product = a.new_empty(*a.shape[:3], b.shape[2])
     bs = b.unbind(0)
-    for a_tile, out_tile in zip(a.unbind(0), out.unbind(0), strict=True):
+    for a_tile, out_tile in zip(a.unbind(0), product.unbind(0), strict=True):
         for x, w, y in zip(a_tile.unbind(0), bs, out_tile.unbind(0), strict=True):
             torch.mm(x, w, out=y)
-    return out
+    return product
 
 
 def _check_products(rows: int, E: int, dtype: torch.dtype) -> None:

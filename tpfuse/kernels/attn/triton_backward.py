@@ -383,13 +383,13 @@ def bwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
     The first launch reads do and o and, with rotary positions, q and k, which the other two then read rotated.
     """
     (do, qkv, o, lse, options), (dqkv,) = args, outputs
-    first, own, rotated = moved(do, o), moved(qkv), 0
+    first, qkv_bytes, rotated = moved(do, o), moved(qkv), 0
     if options.cos is not None:
         qk, rotated = rotated_bytes(qkv)
-        first, own = first + qk + moved(options.cos, options.sin, options.positions), own - qk + rotated
-    each = own + moved(do, lse, lse, *options[:TENSORS])
+        first, qkv_bytes = first + qk + moved(options.cos, options.sin, options.positions), qkv_bytes - qk + rotated
+    launch_bytes = qkv_bytes + moved(do, lse, lse, *options[:TENSORS])
     left, computed = scores(qkv, options)
-    return Cost(first + 2 * each, moved(dqkv, lse) + rotated, 10 * left * qkv.shape[-1], scores=computed)
+    return Cost(first + 2 * launch_bytes, moved(dqkv, lse) + rotated, 10 * left * qkv.shape[-1], scores=computed)
 
 
 def of_queries_bwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:

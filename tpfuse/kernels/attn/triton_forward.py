@@ -332,8 +332,8 @@ def runs_ahead(E: int, options: Options) -> bool:
     With dropout it would spill 48 to 88 bytes at 128 columns, and at 64 take 2 to 3 % more instructions where their
     issue is what limits it.
     """
-    others = options.key_mask, options.bias, options.cos, options.rng, options.softcap
-    return sum(split(E)) == E <= 128 and all(option is None for option in others)
+    unsupported = options.key_mask, options.bias, options.cos, options.rng, options.softcap
+    return sum(split(E)) == E <= 128 and all(option is None for option in unsupported)
 
 
 def _form(
@@ -346,13 +346,13 @@ def _form(
     """
     arch, E = target(qkv.device).arch, static.E
     if shape["AHEAD"]:
-        block, rest = split(E)
-        boxes = [[shape["BLOCK_N"], columns] for columns in (block, rest) if columns]
+        block, tail = split(E)
+        boxes = [[shape["BLOCK_N"], columns] for columns in (block, tail) if columns]
         able = has_tma(arch) and runs_ahead(E, options) and chunk is None
         rows = described([qkv] * len(boxes), options, boxes) if able else None
         if rows is not None:
             first, second = (*rows, None)[:2]
-            return (first, second), dict(STATIC=static._replace(BLOCK_E=block, REST=rest)) | shape
+            return (first, second), dict(STATIC=static._replace(BLOCK_E=block, REST=tail)) | shape
         shape = {k: v for k, v in default_config("fwd", arch, qkv, options).items() if k != "path"}
     return (None, None), dict(STATIC=static) | shape
 
@@ -374,12 +374,12 @@ def _launch_fwd(x: Tensor, options: Options, chunk: QueryChunk | None) -> tuple[
         return o.unflatten(1, (-1, x.shape[3]))[..., :E].flatten(1), lse
     if options.leaves:
         x, options, chunk = placed((x, options, chunk))
-    asked, rotated = options, _rotates_ahead(x, options)
+    requested, rotated = options, _rotates_ahead(x, options)
     if rotated:
         options = options._replace(cos=None, sin=None, positions=None)
     shape = config("fwd", target(x.device).arch, x, options)
-    if shape.pop("path", None) == "sdpa" and chunk is None and torch_forward.able(x, asked):
-        return torch_forward.launch(x, asked)
+    if shape.pop("path", None) == "sdpa" and chunk is None and torch_forward.able(x, requested):
+        return torch_forward.launch(x, requested)
     x, chunk = dense_heads(x), None if chunk is None else chunk._replace(kv=dense_heads(chunk.kv))
     rows, batch, (M, G, slots, E) = query_positions(options, chunk), options.batch, x.shape
     n, Q, kv = rows.stop - rows.start, slots - 2 if chunk is None else slots, x if chunk is None else chunk.kv
@@ -387,11 +387,11 @@ def _launch_fwd(x: Tensor, options: Options, chunk: QueryChunk | None) -> tuple[
     if M > n * batch:
         o[n * batch :].zero_()
     if rotated:
-        (qk, keys), v = prepare(x, asked, chunk), kv[:, :, -1]
+        (qk, keys), v = prepare(x, requested, chunk), kv[:, :, -1]
     else:
         qk, keys, v = x, None if chunk is None else chunk_rows(chunk, kv, batch), None
     static = attending(static_of(x, options), qk, options)
-    descriptors, shape = _form(shape, x, static, options=asked, chunk=chunk)
+    descriptors, shape = _form(shape, x, static, options=requested, chunk=chunk)
     grid = (query_tiles(options, chunk, shape["BLOCK_M"]) * batch * G * Q,)
     arrays = qk, v, tensors_of(options), o, lse, *descriptors, keys
     numbers = dict(B=batch, S=options.seq, G=G, Q=Q, documents=documents_of(options), numbers=numbers_of(options))

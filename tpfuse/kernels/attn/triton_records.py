@@ -121,8 +121,8 @@ def described(tensors: Sequence[Tensor], options: Options, boxes: Sequence[list[
 
 def _by_position(x: Tensor, options: Options) -> Tensor:
     step = options.batch * x.stride(0)
-    last = sum((n - 1) * stride for n, stride in zip(x.shape[1:], x.stride()[1:], strict=True))
-    return x.as_strided((options.seq, (options.batch - 1) * x.stride(0) + last + 1), (step, 1))
+    farthest = sum((n - 1) * stride for n, stride in zip(x.shape[1:], x.stride()[1:], strict=True))
+    return x.as_strided((options.seq, (options.batch - 1) * x.stride(0) + farthest + 1), (step, 1))
 
 
 def chunk_rows(chunk: QueryChunk, k: Tensor, batch: int) -> ChunkRows:

@@ -90,9 +90,9 @@ def adapted_dact(
     da = _transposed_product(dy, rows, w2)
     da.add_(_transposed_product(pair.reduced_gradient(dy, rows), rows, pair.a))
     acc = acc_dtype(z)
-    g, wide = weights[:, None].to(acc), da.to(acc)
-    dz, _, a = activation_bwd((wide * g).to(z.dtype), z, activation, rebuild=True, bias=None)
-    return dz, (a.to(acc) * g).to(z.dtype), (wide * a).sum(-1)
+    g, da_acc = weights[:, None].to(acc), da.to(acc)
+    dz, _, a = activation_bwd((da_acc * g).to(z.dtype), z, activation, rebuild=True, bias=None)
+    return dz, (a.to(acc) * g).to(z.dtype), (da_acc * a).sum(-1)
 
 
 def adapted_dx(dz: Tensor, rows: ExpertRows, w1: Tensor, pair: LowRank | None, *, count: int, room: int) -> Tensor:

@@ -299,10 +299,10 @@ def _down(x: Tensor, rows: ExpertRows, w: Tensor, weights: Tensor | None, y: Ten
     return y
 
 
-def _with_room(like: Tensor, D: int, count: int, room: int) -> Tensor:
-    """Returns [count + room, D] for as many rows as ``like`` has among the first ``count``: 0 where none will stand."""
-    y = like.new_empty(count + room, D)
-    y[count if len(like) == count else 0 :].zero_()
+def _with_room(x: Tensor, D: int, count: int, room: int) -> Tensor:
+    """Returns [count + room, D] for as many rows as ``x`` has among the first ``count``: 0 where none will stand."""
+    y = x.new_empty(count + room, D)
+    y[count if len(x) == count else 0 :].zero_()
     return y
 
 

@@ -8,9 +8,9 @@ from .triton_gemm import fused
 
 
 def linear_fwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
-    (x, w, _, activation, *rest), (_, z) = args, outputs
+    (x, w, _, activation, *leaf), (_, z) = args, outputs
     cost = least(args, outputs)._replace(flops=2 * x.numel() * len(w))
-    if fused("linear_fwd", activation, x, (len(x), *w.shape), leaf=rest[0] if rest else None):
+    if fused("linear_fwd", activation, x, (len(x), *w.shape), leaf=leaf[0] if leaf else None):
         return cost
     return cost._replace(read=cost.read + moved(z))
 

@@ -259,9 +259,9 @@ def bwd_add_launch(layer: Linear, rows: Rows, loss: Loss, out: Tensor, fixed: bo
         if x.shape[1] == out.shape[1]:
             _contract("dw", dz, x, out=total, add=total, fixed=fixed)
         else:  # with columns of zeros
-            made = total.new_empty(len(total), x.shape[1])
-            _contract("dw", dz, x, out=made, fixed=fixed)
-            total.add_(made[:, : out.shape[1]])
+            product = total.new_empty(len(total), x.shape[1])
+            _contract("dw", dz, x, out=product, fixed=fixed)
+            total.add_(product[:, : out.shape[1]])
 
     return _bwd(layer, rows, loss, add, fixed=fixed)
 

@@ -130,7 +130,7 @@ def _form(like: Tensor, R: int, alone: bool, leaves: int) -> tuple[Any, LaunchCo
     m, D = like.shape[-2:]
     arch, multiprocessors = target(like.device)
     step = m // max(leaves, 1)
-    programs = lambda each, rows: max(1, min(LEAF if leaves else each * multiprocessors, -(-step // max(16, rows))))
+    programs = lambda count, rows: max(1, min(LEAF if leaves else count * multiprocessors, -(-step // max(16, rows))))
     if D <= BWD_ROW:
         config = dict(_parameters("fused_norm_bwd", like, leaves, default=bwd_config(D, arch, R)))
         config["LAST"] = config["LAST"] and releases(arch)
@@ -171,15 +171,15 @@ def backward(
     if leaves:
         dn, dh, saved = placed((dn, dh, saved))
     m, D = out.dparts.shape
-    device, like, R = out.dparts.device, incoming(dn, dh), 1 if dn is None else dn.shape[0]
-    kernel, config, P = _form(like, R, alone=saved.gamma is not None and out.dbias is None, leaves=leaves)
+    device, incoming_rows, R = out.dparts.device, incoming(dn, dh), 1 if dn is None else dn.shape[0]
+    kernel, config, P = _form(incoming_rows, R, alone=saved.gamma is not None and out.dbias is None, leaves=leaves)
     vectors = out.dbias, out.dgamma, out.dbeta
     there = [v is not None for v in vectors]
     groups = groups_of(P) if config.pop("LAST", False) and any(there) else 0  # whose sums are partials too
     rows = max(leaves, 1) * P + groups
     rooms = iter(out.dparts.new_empty(sum(there), rows, D, dtype=torch.float32))  # one allocation
     partials = [next(rooms) if is_there else None for is_there in there]
-    own = Gradients(out.dparts, out.dparts.stride(0), out.dresidual, *partials)
+    pointers = Gradients(out.dparts, out.dparts.stride(0), out.dresidual, *partials)
     dh = None if dh is None else dh.contiguous()
     entering, drops = (strided(dn), dh, dense(saved)), kernel_mask(mask)
     flags = dict(D=D, R=RankSum(R, leaves > 0), KIND=KINDS[kind], ORDER=order if order in (POST, DROP) else PRE)
@@ -187,18 +187,18 @@ def backward(
     if kernel is bwd_columns_kernel:
         sums = out.dparts.new_empty(m, 2, dtype=torch.float32)
         if saved.gamma is not None:
-            each = _parameters("fused_norm_bwd_rows", like, leaves, default=BWD_ROWS)
+            row_config = _parameters("fused_norm_bwd_rows", incoming_rows, leaves, default=BWD_ROWS)
             early = drops if order == DROP else drops._replace(rng_ptr=None)
-            launch(bwd_rows_kernel, (m,), device, *entering, early, sums, m, **flags, **each)
+            launch(bwd_rows_kernel, (m,), device, *entering, early, sums, m, **flags, **row_config)
         grid = (P, -(-D // config["A"]), *over)
-        launch(kernel, grid, device, *entering, drops, sums, own, step, **flags, **config)
+        launch(kernel, grid, device, *entering, drops, sums, pointers, step, **flags, **config)
     elif kernel is bwd_once_kernel:
-        launch(kernel, (P,), device, *entering, drops, own, m, **flags, **config)
+        launch(kernel, (P,), device, *entering, drops, pointers, m, **flags, **config)
     else:
-        last = Last(counters(device), *vectors) if groups else Last()
+        counted = Last(counters(device), *vectors) if groups else Last()
         config |= sum_config(D, config["num_warps"]) | dict(EARLY=config["EARLY"] and not groups)
         grid = (P, 1, leaves) if leaves else (P,)
-        launch(kernel, grid, device, *entering, drops, own, last, step, **flags, **config)
+        launch(kernel, grid, device, *entering, drops, pointers, counted, step, **flags, **config)
         if groups:
             return
     if leaves:
@@ -218,8 +218,8 @@ def bwd_launch(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The launcher of fused_norm_bwd."""
     check(out is None or out.stride(1) == 1, "fused_norm_bwd: the columns of out must lie side by side")
-    like = incoming(dn, dh)
-    new, (m, D) = like.new_empty, like.shape[-2:]
+    incoming_rows = incoming(dn, dh)
+    new, (m, D) = incoming_rows.new_empty, incoming_rows.shape[-2:]
     gamma = saved.gamma if _normed(dn, saved, order) else None
     dparts = new(m, D, dtype=wanted.parts) if out is None else out
     dresidual = None if wanted.residual is None else new(m, D, dtype=wanted.residual)
@@ -238,17 +238,17 @@ def bwd_launch(
 
 def bwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
     dn, dh, saved, mask, order, wanted, *out = args
-    like, normed = dh if dn is None else dn, _normed(dn, saved, order)
-    m, D = like.shape[-2:]
+    incoming_rows, normed = dh if dn is None else dn, _normed(dn, saved, order)
+    m, D = incoming_rows.shape[-2:]
     R, leaves = 1 if dn is None else dn.shape[0], wanted.leaves
-    kernel, config, P = _form(like, R, alone=normed and wanted.bias is None, leaves=leaves)
+    kernel, config, P = _form(incoming_rows, R, alone=normed and wanted.bias is None, leaves=leaves)
     vectors = (wanted.bias is not None) + (1 + wanted.beta if normed else 0)
     groups = groups_of(P) if config.get("LAST", False) else 0
     partials = 4 * vectors * (max(leaves, 1) * P + groups) * D
     through = (saved.h, saved.mean, saved.rstd, saved.gamma) if normed else ()
     read, written = moved(dn, dh, *through, mask.rng) + partials, moved(*outputs, *out) + partials
     if kernel is bwd_columns_kernel and normed:  # the first pass, and its sums
-        again = (dh,) if dn is None or order in (POST, DROP) else ()
-        read += moved(dn, *again, *through, mask.rng if order == DROP else None) + 8 * m
+        reread = (dh,) if dn is None or order in (POST, DROP) else ()
+        read += moved(dn, *reread, *through, mask.rng if order == DROP else None) + 8 * m
         written += 8 * m
     return Cost(read, written)

@@ -187,23 +187,23 @@ def reduce_vectors(partials: Sequence[Tensor | None], vectors: Sequence[Tensor |
     ``early``, for sm_90 and later: it may be started before the kernel that writes the partials has ended, which hides
     the time that a launch takes.
     """
-    given = [partial for partial in partials if partial is not None]
-    if given:
-        P, D = given[0].shape
+    present = [partial for partial in partials if partial is not None]
+    if present:
+        P, D = present[0].shape
         grid = -(-D // REDUCE["A"]), 3
-        how = REDUCE | dict(EARLY=early) | (dict(launch_pdl=True) if early else {})
-        launch(_reduce_vectors_kernel, grid, given[0].device, *partials, *vectors, P, D, **how)
+        options = REDUCE | dict(EARLY=early) | (dict(launch_pdl=True) if early else {})
+        launch(_reduce_vectors_kernel, grid, present[0].device, *partials, *vectors, P, D, **options)
 
 
 def reduce_leaves(partials: Sequence[Tensor | None], vectors: Sequence[Tensor | None], leaves: int) -> None:
     """Fills vectors as :func:`reduce_vectors`, of partials [leaves P, D]: over the P of a leaf in order, over leaves as
     a binary tree."""
-    given = [partial for partial in partials if partial is not None]
-    if given:
-        rows, D = given[0].shape
+    present = [partial for partial in partials if partial is not None]
+    if present:
+        rows, D = present[0].shape
         sizes = dict(P=rows // leaves, D=D, LEVELS=leaves.bit_length() - 1)
         grid = -(-D // LEAVES["A"]), 3
         launch(
-            _reduce_leaves_kernel, grid, given[0].device, partials=tuple(partials), vectors=tuple(vectors),
+            _reduce_leaves_kernel, grid, present[0].device, partials=tuple(partials), vectors=tuple(vectors),
             **sizes, **LEAVES,
         )  # fmt: skip
