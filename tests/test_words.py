@@ -121,6 +121,13 @@ def test_docstrings_open_with_a_verb_or_a_noun(room):
     assert len(count.openers) <= max(MOST_OPENERS * count.docstrings, late[1]), count.openers
 
 
+def test_the_package_keeps_the_limits_of_a_room():
+    """With its rooms that have limits of their own."""
+    package = words({p.relative_to(ROOT): p.read_text() for p in SOURCES if p.is_relative_to(ROOT / "tpfuse")})
+    assert len(package.vague) <= MOST_VAGUE * package.bindings
+    assert len(package.openers) <= MOST_OPENERS * package.docstrings
+
+
 def test_a_class_name_stands_once_in_the_library():
     classes = [each for room in ROOMS for each in counted(room).classes if each[1].startswith("tpfuse")]
     assert twice(classes) <= TWICE, sorted(each for each in classes if each[0] in twice(classes) - TWICE)

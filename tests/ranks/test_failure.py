@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).with_name("failing.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["backward", "between calls", "forward"])
+@pytest.mark.parametrize("where", [pytest.param("backward", marks=pytest.mark.rare), "between calls", "forward"])
 def test_every_rank_names_the_one_that_failed(where):
     """The group's own limit is torch's, half an hour; run() has one of five minutes."""
     done = run(SCRIPT, where, procs=3, forked=False)

@@ -102,8 +102,7 @@ def test_under_torchrun_one_rank_prints(tmp_path):
     """And a group that the caller makes afterwards finds nothing of it."""
     code = (
         "import sys, torch.distributed as dist; from tpfuse.__main__ import main\n"
-        "codes = [main(['doctor', '--folder', sys.argv[1]]) for _ in range(2)]\n"
-        "assert codes == [0, 0] and not dist.is_initialized()\n"
+        "assert main(['doctor', '--folder', sys.argv[1]]) == 0 and not dist.is_initialized()\n"
         "dist.init_process_group('gloo'); dist.barrier(); dist.destroy_process_group()\n"
     )
     script = tmp_path / "script.py"
@@ -115,4 +114,4 @@ def test_under_torchrun_one_rank_prints(tmp_path):
         [*command, script, str(tmp_path / "folder")], capture_output=True, text=True, env=environment, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("tpfuse doctor: all is well") == 2 and list((tmp_path / "folder").iterdir()) == []
+    assert done.stdout.count("tpfuse doctor: all is well") == 1 and list((tmp_path / "folder").iterdir()) == []
