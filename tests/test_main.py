@@ -90,6 +90,8 @@ def test_pipeline(capsys, tmp_path):
     assert rows["2bw"][2:] == ["2", "24", "0.0", "7"] and rows["pipedream"][2:] == ["4", "24", "0.0", "4"]
     assert (tmp_path / "gantt.png").read_bytes()[:4] == b"\x89PNG"
     values = json.loads(said(capsys, "pipeline", "--stages", "3", "--schedule", "gpipe,zbv", "--json"))
+    said(capsys, "pipeline", "--stages", "2", "--html", str(tmp_path / "deep" / "timeline.html"))
+    assert (tmp_path / "deep" / "timeline.html").read_text().startswith("<!doctype html>")
     assert values["gpipe"]["in_flight"] == [8, 8, 8] and values["zbv"]["actions"][0][0]["action"] == "0F0"
     assert "left out: chimera needs even numbers" in said(capsys, "pipeline", "--stages", "3")
     assert main(["pipeline", "--stages", "3", "--schedule", "chimera"]) == 2

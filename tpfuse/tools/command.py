@@ -222,5 +222,10 @@ def add_output(parser: Options, *, plot: bool = True) -> None:
         )
 
 
+def add_html(parser: Options, text: str) -> None:
+    """Adds --html, which writes ``text``."""
+    parser.add_argument("--html", type=Path, metavar="FILE", help=f"write {text}")
+
+
 def add_seq(parser: Options, default: int) -> None:
     add_count(parser, "--seq", "positions in a sequence", default)

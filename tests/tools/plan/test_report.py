@@ -8,10 +8,11 @@ import struct
 
 import pytest
 
+from tests.tools.browser import driven
 from tests.tools.plan import fake
 from tpfuse.tools.ledger.mfu import model_flops
 from tpfuse.tools.plan.explain import Scenario, binding, changes, exchanged, formulas, runner_up
-from tpfuse.tools.plan.report import PUBLISHED, as_json, cells, draw, label
+from tpfuse.tools.plan.report import PUBLISHED, as_json, cells, draw, label, page_of
 from tpfuse.tools.plan.split import Split
 from tpfuse.tools.plan.step import STEP_PARTS
 
@@ -78,6 +79,31 @@ def test_what_ranks_with_pieces_exchange():
     assert exchanged(fake.job(), Split()) == []
 
 
+PASSES = dict(dp=2, pp=2, schedule="zbv", chunks=2)
+TOTALS = """
+while (!document.body.dataset.totals) await new Promise(then => setTimeout(then, 10)); // until the page is drawn
+tell({ totals: JSON.parse(document.body.dataset.totals), cut: document.body.dataset.cut,
+  names: [...document.querySelectorAll("td:first-child")].map(cell => cell.innerText.trim()),
+  passes: [...document.querySelectorAll("td:nth-child(2)")].map(cell => cell.innerText),
+  shown: [...document.querySelectorAll("#timelines h2")].map(x => x.textContent) });
+"""
+
+
+def test_a_page_runs_the_plans_passes(plans, tmp_path):
+    """In a browser, to the bit; plans without stages have none."""
+    (piped,) = fake.plans(fixed=PASSES, keep=1, limit=200.0).steps
+    alone = [step for step in plans.steps if step.split.pp == 1][:2]
+    mixed = plans._replace(result=plans.result._replace(steps=[*alone, piped]))
+    seen = driven(page_of(mixed), TOTALS, tmp_path)
+    names, timeline = (
+        [f"{i + 1}: {label(step.split)}" for i, step in enumerate(mixed.steps)],
+        mixed.load(piped).timeline(),
+    )
+    assert seen["totals"] == {names[2]: [timeline.seconds, timeline.bubble, list(timeline.in_flight)]}
+    assert seen["names"] == names and seen["passes"][:2] == ["–", "–"] != seen["passes"][1:]
+    assert seen["shown"] == [names[2]] and seen["cut"] == ""
+
+
 def test_explanation(plans):
     (step,) = fake.plans(fixed=dict(pp=2, dp=2), keep=1).steps
     text = formulas(plans, step)
@@ -98,7 +124,7 @@ def test_a_picture(tmp_path):
     """A pipeline's has the best plan's passes below, which makes it taller."""
     pytest.importorskip("matplotlib")
     sizes = {}
-    for name, fixed in (("plan", dict(pp=1)), ("pipeline", dict(dp=2, pp=2, schedule="zbv", chunks=2))):
+    for name, fixed in (("plan", dict(pp=1)), ("pipeline", PASSES)):
         plans, path = fake.plans(fixed=fixed, keep=1), tmp_path / "new" / f"{name}.png"
         assert (plans.timeline() is None) == (name == "plan")
         draw(plans, path)

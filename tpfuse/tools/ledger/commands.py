@@ -3,7 +3,6 @@
 import itertools
 from argparse import Namespace
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...kernels.runtime.launch import pretending
@@ -143,9 +142,7 @@ def register_ledger(p: CommandParser) -> None:
         "measured time of tpfuse's layer (fastest), in ms, for its memory usage efficiency; needs --bandwidth",
     )
     cli.add_number(p, "--bandwidth", float, "peak bandwidth of the memory, in GB/s; needs --ms")
-    p.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page too, with sliders for sizes, splits, devices and links"
-    )
+    cli.add_html(p, "a page too, with sliders for sizes, splits, devices and links")
     cli.add_output(p)
 
 

@@ -6,9 +6,6 @@ torch in place of tpfuse, then give the ledger's numbers to the byte, after DaCe
 al. 2022, arXiv:2110.10802).  The script and its looks are page.html.
 """
 
-import base64
-import json
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -19,6 +16,8 @@ from ...kernels.runtime.errors import check
 from ...kernels.runtime.launch import pretending
 from ...models.config.model import ModelConfig
 from ...parallel import TensorParallel
+from .. import html
+from ..html import Json
 from ..plan.cluster import BETWEEN, INSIDE, LINKS, RING, Cluster, Level
 from ..plan.devices import DEVICES, Device
 from ..plan.messages import over_tp
@@ -31,13 +30,10 @@ from .recorder import Entry
 from .text import progress
 
 TEMPLATE = Path(__file__).with_name("page.html")
-MOST = 200_000  # bytes of a page
 RANKS = 1, 2, 4, 8  # of tp and of cp
 WIDTHS = Fraction(1, 2), Fraction(1), Fraction(2)  # of the model's
 SCALED = "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "expert_size", "shared_size"
 COUNTS = "read", "written", "least", "flops", "wire", "tiles"
-
-Json = dict[str, object]
 
 
 class Subject(NamedTuple):
@@ -124,18 +120,11 @@ class Tables:
 def write(subject: Subject, path: Path) -> None:
     """Writes the page.  ValueError, as at run time, for a layer that cannot be split as asked for, and where counts are
     no exact functions of the sizes; a split that was not asked for then shows the error in place of numbers."""
-    text = render(gather(subject))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    html.write(render(gather(subject)), path)
 
 
 def render(data: Json) -> str:
-    """Returns the page with its data, deflated: the script inflates them."""
-    embedded = base64.b64encode(zlib.compress(json.dumps(data, separators=(",", ":")).encode(), 9)).decode()
-    text = TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", embedded)
-    size = len(text.encode())
-    check(size < MOST, f"ledger: the page would have {size:,} bytes, and at most {MOST:,} are allowed")
-    return text
+    return html.render(TEMPLATE, data, "ledger")
 
 
 def gather(subject: Subject) -> Json:

@@ -2,13 +2,15 @@
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
-from ...pipeline.schedules import EVERY, order
+from ...pipeline.schedules import EVERY, Order, order
 from ...pipeline.simulator import Timeline, simulate
-from ..command import CommandParser, add_count, add_number, add_output, present, seconds
+from .. import html
+from ..command import CommandParser, add_count, add_html, add_number, add_output, present, seconds
 from ..ledger.text import table
-from . import gantt
+from . import gantt, page
 
 _HEADER = "schedule", "stages a rank", "copies of the weights", "seconds", "bubble %", "in flight"
 
@@ -23,11 +25,14 @@ def register(p: CommandParser) -> None:
         text = f"time of the {kind} pass of all layers of a rank, in seconds"
         add_number(p, f"--{name}", seconds, text, default=1.0)
     add_number(p, "--communication", float, "time from a rank to the next, in seconds", default=0.0)
+    add_html(p, "a page too, whose sliders make passes and messages slower, and choose among micro-batches")
     add_output(p)
 
 
 def _run(args: Namespace) -> None:
     compared = compare(args, args.schedule.split(",") if args.schedule else None)
+    if args.html:
+        html.write(page_of(args, compared), args.html)
     present(args, compared.text(), compared.json(), lambda path: gantt.draw(compared.timelines, path))
 
 
@@ -71,11 +76,42 @@ def compare(args: Namespace, schedules: Sequence[str] | None) -> ComparedSchedul
 
 
 def _timeline(name: str, args: Namespace) -> Timeline:
+    actions = _order(name, args, args.micro_batches)
+    return simulate(actions, *_passes(args, actions), communication=args.communication)
+
+
+def _order(name: str, args: Namespace, micro_batches: int) -> Order:
     open_ = name in EVERY and len(EVERY[name].chunks) > 1
     backward = (args.input + args.weight) / args.forward
-    actions = order(name, args.stages, args.micro_batches, chunks=args.chunks if open_ else None, backward=backward)
-    F, I, W = (seconds / actions.chunks for seconds in (args.forward, args.input, args.weight))
-    return simulate(actions, F, I, W, communication=args.communication)
+    return order(name, args.stages, micro_batches, chunks=args.chunks if open_ else None, backward=backward)
+
+
+def _passes(args: Namespace, actions: Order) -> tuple[float, float, float]:
+    """Returns the seconds of a stage's F, I and W."""
+    forward, input_, weight = (seconds / actions.chunks for seconds in (args.forward, args.input, args.weight))
+    return forward, input_, weight
+
+
+def page_of(args: Namespace, compared: ComparedSchedules) -> str:
+    """Returns the schedules as a page, at several numbers of micro-batches."""
+    counts = sorted({args.micro_batches, *(times * args.stages for times in (1, 2, 4, 8))})
+    messages = sorted({args.communication, *(args.forward * share for share in (0, 1 / 8, 1 / 4, 1 / 2, 1))})
+    cases = []
+    for name, timeline in compared.timelines.items():
+        orders = {args.micro_batches: timeline.order}
+        for count in counts:
+            with suppress(ValueError):  # a schedule that cannot run so many
+                orders[count] = _order(name, args, count)
+        stages = timeline.order.stages
+        seconds = {kind: [s] * stages for kind, s in zip(page.PASSES, _passes(args, timeline.order), strict=True)}
+        cases.append(page.Case(name, orders, seconds, messages))
+    about = (
+        f"{args.stages} ranks, each schedule's own actions run by a clock. Chimera's order is the one chosen for passes"
+        f" of {args.forward:g}, {args.input:g} and {args.weight:g} s."
+    )
+    names, message = [case.name for case in cases], messages.index(args.communication)
+    opening = page.Opening("Pipeline schedules", about, args.micro_batches, message=message, selected=names)
+    return page.render(cases, opening, "pipeline")
 
 
 def _values(name: str, t: Timeline) -> dict[str, Any]:

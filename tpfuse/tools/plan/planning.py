@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ...kernels.runtime.errors import check
-from ..command import CommandParser, add_count, add_flag, add_number, add_seq, bounded
+from .. import html
+from ..command import CommandParser, add_count, add_flag, add_html, add_number, add_seq, bounded
 from ..ledger.machine import DEFAULT, Machine
 from ..ledger.presets import load_config
 from ..ledger.text import quantity
@@ -15,7 +16,7 @@ from ..options import DTYPES, add_model, add_optimizer
 from .cluster import Cluster, Level, preset, read, this_machine
 from .costs import MEMORY_SHARE, cost_model
 from .explain import explain
-from .report import Plans, draw
+from .report import Plans, draw, page_of
 from .search import NOTHING_FIXED, Fixed, check_fixed, fits, search
 from .spans import SpanCache
 from .split import Job, Split
@@ -112,6 +113,7 @@ def register(p: CommandParser) -> None:
     add_count(output, "--explain", "print plan N part by part, and what would change the choice")
     add_flag(output, "--check", "run the best plan and three others, of --device here")
     output.add_argument("--plot", type=Path, metavar="PNG", help="draw the plans to this file (needs matplotlib)")
+    add_html(output, "the plans' parts and passes as a page to this file, whose sliders make passes slower")
     output.add_argument(
         "--json", type=Path, metavar="FILE", help="write the plans to this file, for examples/train_gpt.py --plan FILE"
     )
@@ -134,6 +136,9 @@ def run(args: Namespace) -> None:
     if args.plot:
         draw(plans, args.plot)
         print(f"\ndrawn to {args.plot}")
+    if args.html:
+        html.write(page_of(plans), args.html)
+        print(f"\nwritten to {args.html}")
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(plans.json(), indent=1))

@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...pipeline.schedules import Order
 from ...pipeline.simulator import Timeline
 from ..ledger.mfu import model_flops
 from ..ledger.plots import figure, legend
 from ..ledger.text import duration, quantity, scale, table
-from ..pipeline import gantt
+from ..pipeline import gantt, page
 from .cluster import Cluster
 from .costs import CostModel
 from .devices import Device
@@ -110,12 +111,14 @@ class Plans(NamedTuple):
             scale["published_errors_percent"] = PUBLISHED._asdict()
         return dict(job=job, scale=scale) | counts | dict(plans=plans)
 
+    def load(self, step: StepEstimate) -> Load:
+        """Returns the work of each pipeline rank of a plan."""
+        return Load(self.job, step.split, self.costs, self.cache.spans(self.job, step.split, self.costs.pieces))
+
     def timeline(self) -> Timeline | None:
         """Returns when the passes of the best plan run; None where it is no pipeline."""
-        best = self.steps[0].split
-        if best.pp == 1:
-            return None
-        return Load(self.job, best, self.costs, self.cache.spans(self.job, best, self.costs.pieces)).timeline()
+        best = self.steps[0]
+        return None if best.split.pp == 1 else self.load(best).timeline()
 
 
 def cells(split: Split) -> tuple[str, int, str, str, str]:
@@ -139,6 +142,32 @@ def as_json(step: StepEstimate) -> dict[str, object]:
     memory = [dict(m._asdict(), total=m.total) for m in step.memory]
     values = dict(step.split._asdict(), micro_batches=step.micro_batches, seconds=step.seconds, parts=step.parts)
     return values | dict(slowest_rank=step.rank, memory=memory)
+
+
+def page_of(plans: Plans) -> str:
+    """Returns a page of the plans' seconds by part, the bytes of their fullest rank, and the passes of pipelines."""
+    cases = []
+    for i, step in enumerate(plans.steps):
+        orders, passes = dict[int, Order](), {kind: list[float]() for kind in page.PASSES}
+        if step.split.pp > 1:
+            load = plans.load(step)
+            orders, passes = {step.micro_batches: load.order()}, dict(zip(page.PASSES, load.passes, strict=True))
+        memory = [dict(state=m.state, activations=m.activations) for m in step.memory]
+        name, messages = f"{i + 1}: {label(step.split)}", [times * step.hop for times in (0, 1 / 2, 1, 2, 4, 8)]
+        cases.append(page.Case(name, orders, passes, messages, parts=step.parts, memory=memory))
+    about = (
+        f"{_title(plans)}, as the planner costs them. Sliders run the clock of passes alone, without sums and optimizer"
+        " after the last; a backward pass that is whole counts as gradients of inputs."
+    )
+    selected = [case.name for case in cases if case.orders][:1] or [cases[0].name]
+    opening = page.Opening("Plans", about, None, message=2, selected=selected, limit=plans.costs.limit)
+    return page.render(cases, opening, "plan")
+
+
+def _title(plans: Plans) -> str:
+    job, cluster = plans.job, plans.cluster
+    size = f"Batch {job.batch} x {job.seq} on {cluster.devices} x {cluster.device.name}"
+    return f"{size}: the {len(plans.steps)} fastest plans"
 
 
 def draw(plans: Plans, path: Path) -> None:
@@ -175,11 +204,7 @@ def draw(plans: Plans, path: Path) -> None:
                 ax.remove()
             _pipeline(fig.add_subplot(grid[1, :]), steps[0], timeline)
 
-    job, cluster = plans.job, plans.cluster
-    title = (
-        f"batch {job.batch} x {job.seq} on {cluster.devices} x {cluster.device.name}: the {len(steps)} fastest plans"
-    )
-    figure(path, (15, 0.3 + sum(heights)), drawing, title=title, columns=2, rows=len(heights))
+    figure(path, (15, 0.3 + sum(heights)), drawing, title=_title(plans), columns=2, rows=len(heights))
 
 
 def _pipeline(ax: Any, step: StepEstimate, timeline: Timeline) -> None:
