@@ -12,15 +12,15 @@ MOST = 200_000  # bytes of a page
 Json = dict[str, object]
 
 
-def render(template: Path, data: Json, command: str) -> str:
+def render(template: Path, data: Json, command: str, *, advice: str = "") -> str:
     """Returns the template with its data, deflated, in place of ``{{data}}``.
 
-    ValueError, which names ``command``, where the page would have MOST bytes or more.
+    ValueError, which names ``command`` and gives ``advice``, where the page would have MOST bytes or more.
     """
     embedded = base64.b64encode(zlib.compress(json.dumps(data, separators=(",", ":")).encode(), 9)).decode()
     text = template.read_text(encoding="utf-8").replace("{{data}}", embedded)
     size = len(text.encode())
-    check(size < MOST, f"{command}: the page would have {size:,} bytes, and at most {MOST:,} are allowed")
+    check(size < MOST, f"{command}: the page would have {size:,} bytes, and at most {MOST:,} are allowed{advice}")
     return text
 
 

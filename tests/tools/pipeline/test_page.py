@@ -82,8 +82,15 @@ def test_it_is_one_small_file_that_fetches_nothing(compared):
 def test_one_that_would_be_too_large_is_refused(monkeypatch):
     monkeypatch.setattr("tpfuse.tools.html.MOST", 1000)
     opening = page.Opening("", "", 8, message=0, selected=[])
-    with pytest.raises(ValueError, match=r"pipeline: the page would have [\d,]+ bytes, and at most 1,000 are allowed"):
-        page.render([], opening, "pipeline")
+    with pytest.raises(
+        ValueError, match=r"plan: the page would have [\d,]+ bytes, and at most 1,000 are allowed: less"
+    ):
+        page.render([], opening, "plan", advice=": less")
+
+
+def test_many_ranks_are_offered_fewer_numbers_of_micro_batches():
+    args = argparse.Namespace(**vars(ARGS) | dict(stages=16, micro_batches=32))
+    assert embedded(page_of(args, compare(args, ["1f1b", "zbv"])))["counts"] == [16, 32]
 
 
 # ---- in a browser ----

@@ -12,6 +12,7 @@ from ..command import CommandParser, add_count, add_html, add_number, add_output
 from ..ledger.text import table
 from . import gantt, page
 
+_ROOM = 1500  # micro-batches of all ranks, over all numbers of them that a page offers
 _HEADER = "schedule", "stages a rank", "copies of the weights", "seconds", "bubble %", "in flight"
 
 
@@ -94,7 +95,10 @@ def _passes(args: Namespace, actions: Order) -> tuple[float, float, float]:
 
 def page_of(args: Namespace, compared: ComparedSchedules) -> str:
     """Returns the schedules as a page, at several numbers of micro-batches."""
-    counts = sorted({args.micro_batches, *(times * args.stages for times in (1, 2, 4, 8))})
+    counts = [args.micro_batches]
+    for count in (times * args.stages for times in (1, 2, 4, 8)):
+        if count not in counts and args.stages * (sum(counts) + count) <= _ROOM:
+            counts.append(count)
     messages = sorted({args.communication, *(args.forward * share for share in (0, 1 / 8, 1 / 4, 1 / 2, 1))})
     cases = []
     for name, timeline in compared.timelines.items():
@@ -111,7 +115,7 @@ def page_of(args: Namespace, compared: ComparedSchedules) -> str:
     )
     names, message = [case.name for case in cases], messages.index(args.communication)
     opening = page.Opening("Pipeline schedules", about, args.micro_batches, message=message, selected=names)
-    return page.render(cases, opening, "pipeline")
+    return page.render(cases, opening, "pipeline", advice="; choose fewer schedules with --schedule")
 
 
 def _values(name: str, t: Timeline) -> dict[str, Any]:

@@ -57,11 +57,11 @@ class Opening(NamedTuple):
     limit: float | None = None
 
 
-def render(cases: Sequence[Case], opening: Opening, command: str) -> str:
-    """Returns the page.  ValueError, which names ``command``, where it would be too large."""
+def render(cases: Sequence[Case], opening: Opening, command: str, *, advice: str = "") -> str:
+    """Returns the page.  ValueError, which names ``command`` and gives ``advice``, where it would be too large."""
     counts = sorted({count for case in cases for count in case.orders})
     data = opening._asdict() | dict(cases=[case.json() for case in cases], counts=counts)
-    return html.render(TEMPLATE, data, command)
+    return html.render(TEMPLATE, data, command, advice=advice)
 
 
 def _order(order: Order) -> Json:
