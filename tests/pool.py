@@ -2,7 +2,9 @@
 
 ``Pool()(size, fn, *args)`` calls ``fn(world, *args)`` on ranks 0 .. size-1 and returns their results in rank order.
 The default process group has exactly ``size`` ranks, as it has under torchrun, and is formed anew only when the size
-changes or a call has failed. Everything travels as plain pickles through pipes, so tensors go by value, bit for bit.
+changes, a call has failed, or calls have left many groups: a thread of each wakes a hundred times a second, so that
+100 of them take an eighth of a core in each worker. Everything travels as plain pickles through pipes, so tensors go by
+value, bit for bit.
 
 Workers are forked (tests/forking.py). A pool belongs to the process that made it: under pytest-xdist each test process
 has its own, on a port that the operating system chooses.
@@ -32,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tests.forking import forking
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+MOST_GROUPS = 16  # after a call, that the next one still runs beside
 GRACE = 10.0  # after one rank has failed, seconds for the others to notice
 
 
@@ -117,7 +120,9 @@ def _work(conn: Connection, rank: int, port: int, stack_path: str, timeout: time
                 joined = world_id
             for seed in random.seed, np.random.seed, torch.manual_seed:  # no call depends on what ran before it
                 seed(0)
-            reply = pickle.dumps((True, fn(World(rank, size), *args)))
+            result = fn(World(rank, size), *args)
+            reply = pickle.dumps((True, result, len(dist.distributed_c10d._world.pg_map)))
+            del result
         except BaseException as error:  # pytest's own outcomes are BaseExceptions
             reply = _failure(error)
             traceback.clear_frames(error.__traceback__)
@@ -130,11 +135,11 @@ def _work(conn: Connection, rank: int, port: int, stack_path: str, timeout: time
 def _failure(error: BaseException) -> bytes:
     text = "".join(traceback.format_exception(error))
     try:
-        reply = pickle.dumps((False, (error, text)))
+        reply = pickle.dumps((False, (error, text), 0))
         pickle.loads(reply)  # some exceptions pickle but do not come back
         return reply
     except Exception:
-        return pickle.dumps((False, (RankFailed(f"{type(error).__name__}: {error}"), text)))
+        return pickle.dumps((False, (RankFailed(f"{type(error).__name__}: {error}"), text), 0))
 
 
 # ---- in the test session
@@ -152,7 +157,7 @@ class Pool:
         self._context, self._timeout = forking(), timeout
         self._store: dist.TCPStore | None = None
         self._workers: list[tuple[Any, Connection]] = []
-        self._world_id, self._size = 0, None
+        self._world_id, self._size, self._groups = 0, None, 0
         self._dir = tempfile.TemporaryDirectory()
 
     @property
@@ -167,8 +172,8 @@ class Pool:
         the next call starts new workers.
         """
         self._start(size)
-        if self._size != size:
-            self._world_id, self._size = self._world_id + 1, size
+        if self._size != size or self._groups > MOST_GROUPS:
+            self._world_id, self._size, self._groups = self._world_id + 1, size, 0
         task = pickle.dumps((self._world_id, size, fn, args))
         try:
             for _, conn in self._workers[:size]:
@@ -214,7 +219,8 @@ class Pool:
             for conn in ready:
                 rank = waiting.pop(conn)
                 try:
-                    ok, value = pickle.loads(conn.recv_bytes())
+                    ok, value, groups = pickle.loads(conn.recv_bytes())
+                    self._groups = max(self._groups, groups)
                 except (EOFError, ConnectionError):
                     process = self._workers[rank][0]
                     process.join(GRACE)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests import pool as pool_module
 from tests.forking import START_METHOD
-from tests.pool import Pool, RankFailed, Remote
+from tests.pool import MOST_GROUPS, Pool, RankFailed, Remote
 
 
 def _coordinates(world):
@@ -45,6 +45,12 @@ def _parent(world):
 
 def _threads(world):
     return torch.get_num_threads(), os.environ.get("TRITON_INTERPRET")
+
+
+def _groups(world, new):
+    for _ in range(new):
+        dist.new_group()
+    return len(dist.distributed_c10d._world.pg_map)
 
 
 def _random(world):
@@ -143,6 +149,16 @@ def test_two_pools_at_once(ranks):
 
 def test_workers_are_single_threaded_and_not_interpreted(ranks):
     assert ranks(2, _threads) == [(1, None)] * 2
+
+
+def test_groups_that_calls_leave_do_not_add_up():
+    pool = Pool()
+    try:
+        assert pool(2, _groups, 1) == [2, 2] and pool(2, _groups, 0) == [2, 2]
+        assert pool(2, _groups, MOST_GROUPS) == [2 + MOST_GROUPS] * 2
+        assert pool(2, _groups, 0) == [1, 1]
+    finally:
+        pool.close()
 
 
 def test_no_call_depends_on_the_one_before(ranks):
