@@ -367,7 +367,7 @@ def outcomes(ranks, jobs: list[Job], folder: Path) -> dict[Job, str]:
         part.mkdir()
         now = [job for job, _ in left]
         try:
-            made = ranks(now[0].ranks, together, now, [e for _, e in left], str(part), timeout=60.0 * len(now))
+            made = ranks(now[0].ranks, together, now, [e for _, e in left], str(part), timeout=180.0 + 60.0 * len(now))
             every = [max(each, key=_order) for each in zip(*made, strict=True)]
         except Broken as broken:
             every = [*broken.args[0], f"failed: {broken.args[1]}"]
