@@ -136,13 +136,13 @@ def run(args: Namespace) -> None:
     if args.plot:
         draw(plans, args.plot)
         print(f"\ndrawn to {args.plot}")
-    if args.html:
-        html.write(page_of(plans), args.html)
-        print(f"\nwritten to {args.html}")
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(plans.json(), indent=1))
         print(f"\nwritten to {args.json}")
+    if args.html:  # last: a page that would be too large is an error
+        html.write(page_of(plans), args.html)
+        print(f"\nwritten to {args.html}")
     if args.check:
         from .check import checked
 
