@@ -205,8 +205,8 @@ def _in_pieces(world):
         _raised(lambda: tp.agree("f", {"x": world.rank // 2})),
     ]
     keys = tp.of_kind("keys")
-    positions = [ranks.positions(seq).tolist() for ranks in (tp, keys) for seq in (7, 1)]
-    places = [keys.first_row(7, 10, start=start, rows=10) for start in (0, 15, 20)]
+    positions = [ranks.positions(seq).tolist() for ranks in (tp, keys) for seq in (7, 29)]
+    places = [keys.first_row(29, 10, start=start, rows=20) for start in (0, 70, 80)]
     numbers = (
         (tp.rank, tp.cp_rank, tp.cp_size, tp.call_rank, tp.call_size, tp.piece(7), keys.piece(9)),
         positions,
@@ -218,9 +218,13 @@ def _in_pieces(world):
 def test_context_parallel_ranks(ranks):
     for rank, (numbers, calls, errors) in enumerate(ranks(4, _in_pieces)):
         numbers, positions, places = numbers
-        assert numbers == (rank % 2, rank // 2, 2, rank, 4, 4, 6) and calls == [0, 1, 2, 3]
-        assert positions == ([[0, 1, 2, 3], [0], [0, 1, 6], [0]] if rank < 2 else [[4, 5, 6], [], [2, 3, 4, 5], []])
-        assert places == ([0, RowPieces(15, 5, 60), 60] if rank < 2 else [20, RowPieces(35, 5, 40), 40])
+        assert numbers == (rank % 2, rank // 2, 2, rank, 4, 4, 8) and calls == [0, 1, 2, 3]
+        r = lambda *bounds: [i for start, stop in zip(bounds[::2], bounds[1::2]) for i in range(start, stop)]
+        of_heads, of_keys = ((0, 4), (0, 15)), ((0, 4), (0, 8, 24, 29))  # 16 chunks: of 1 position, of 2
+        assert positions == [r(*p) for p in (*of_heads, *of_keys)] if rank < 2 else [
+            r(4, 7), r(15, 29), r(4, 7), r(8, 24)
+        ]  # fmt: skip
+        assert places == ([0, RowPieces(70, 10, 240), 240] if rank < 2 else [80, RowPieces(150, 10, 160), 160])
         dimension, kind, bits, fits, left_out, differ, values = errors
         assert "cp: a DeviceMesh must have one dimension" in dimension and "mesh['cp']" in dimension
         assert kind == "TensorParallel: cp must be a DeviceMesh or a ProcessGroup this process is in, got 'cp'"

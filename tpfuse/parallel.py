@@ -23,6 +23,7 @@ from .ranks.messages import channel, gather, together
 
 OVERLAP = "auto", "pairwise", "off"
 CP_KINDS = "auto", "heads", "keys"
+PAIRS = 8  # of chunks of gathered keys' queries, at every number of ranks that divides it
 BITWISE = 1, 2, 4, 8, 16, 32
 TILES = 12, 24, 48, 96  # CPU kernels of GEMMs take 4, 6 or 12 rows at a time, those left over in another order
 
@@ -57,12 +58,13 @@ class TensorParallel:
     ``cp``: the context-parallel ranks, mesh["cp"]: each holds a piece of every sequence, and all of the weights that
     ``group`` divides (docs/context.md).  Every rank is still given whole sequences and has whole results, and a bare
     backward() leaves complete gradients on each.  Attribute ``cp`` is those ranks; None for none, and for a group of
-    one.  ``call_group`` has the ranks of ``group`` and of ``cp``, all that make the same calls.
+    one but of "keys".  ``call_group`` has the ranks of ``group`` and of ``cp``, all that make the same calls.
 
     ``cp_kind``: what attention exchanges over ``cp``.  "heads": each rank attends over whole sequences with a part of
     the heads; pieces are contiguous.  "keys": each gathers all keys and values; its piece is a chunk from the front of
-    a sequence and one from its end, so that causal work is balanced.  "auto": a model takes the kind that sends less,
-    and "keys" where heads cannot be divided; layers on their own "heads".
+    a sequence and one from its end, so that causal work is balanced; a group of one is kept, since its gradients of k
+    and v have the bits of several ranks' (docs/context.md).  "auto": a model takes the kind that sends less, and "keys"
+    where heads cannot be divided; layers on their own "heads".
 
     ``replicas``: the data-parallel replicas that these ranks are of, one; several of ranks that hold experts
     (:meth:`over_replicas`), replica by replica.  ``divisor``: what gradients of experts, sums over the rows of all
@@ -100,7 +102,7 @@ class TensorParallel:
         if cp_kind not in CP_KINDS:
             raise ValueError(f"TensorParallel: cp_kind must be one of {', '.join(CP_KINDS)}, got {cp_kind!r}")
         group, context = process_group("group", group, "tp"), process_group("cp", cp, "cp")
-        context = None if context is None or context.size() == 1 else context
+        context = None if context is None or (context.size() == 1 and cp_kind != "keys") else context
         backend = "" if group is None else dist.get_backend_config(group)
         if overlap == "pairwise" and group is not None and "gloo" not in backend and "nccl" not in backend:
             raise ValueError(
@@ -234,23 +236,28 @@ class TensorParallel:
         return self.cp_rank * self.size + self.rank
 
     @property
+    def _kind(self) -> str:
+        """``cp_kind``, where there is something to exchange."""
+        return "heads" if self.cp is None else self.cp_kind
+
+    @property
     def cp_chunks(self) -> list[int]:
         """The chunks of a sequence, in the order of ranks: one a rank, or of "keys" one from either end."""
         n = self.cp_size
-        return [*range(n)] if self.cp_kind != "keys" else [chunk for r in range(n) for chunk in (r, 2 * n - 1 - r)]
+        return [*range(n)] if self._kind != "keys" else [chunk for r in range(n) for chunk in (r, 2 * n - 1 - r)]
 
     def piece(self, seq: int) -> int:
         """Returns the number of positions of a context-parallel rank's piece of ``seq``; the last may be padding."""
-        n = len(self.cp_chunks)
-        return -(-seq // n) * (n // self.cp_size)
+        return piece_of(seq, self.cp_size, self._kind)
 
-    def chunks(self, seq: int) -> list[slice]:
-        """Returns the chunks of this rank's piece of ``seq`` positions, without the padding at the end of a sequence:
-        one with less than the first has positions is followed by none."""
-        chunks = self.cp_chunks
-        count, size = len(chunks) // self.cp_size, -(-seq // len(chunks))
-        mine = chunks[self.cp_rank * count :][:count]
-        return [slice(min(chunk * size, seq), min((chunk + 1) * size, seq)) for chunk in mine]
+    def chunks(self, seq: int, parts: int = 1) -> list[slice]:
+        """Returns the chunks of this rank's piece of ``seq`` positions, each in so many equal ``parts``, without the
+        padding at the end of a sequence: one with less than the first has positions is followed by none."""
+        order = self.cp_chunks
+        count = len(order) // self.cp_size
+        size = self.piece(seq) // (count * parts)
+        starts = [(chunk * parts + i) * size for chunk in order[self.cp_rank * count :][:count] for i in range(parts)]
+        return [slice(min(start, seq), min(start + size, seq)) for start in starts]
 
     def positions(self, seq: int) -> torch.Tensor:
         """Returns this rank's piece of ``seq`` positions, int64, without padding."""
@@ -363,6 +370,17 @@ class TensorParallel:
         "NAME: KEY must be the same on every tensor-parallel rank, got rank 0: ...".  Each rank calls it.
         """
         agree(self.call_group, Header(name, axis=self.call_axis), values)
+
+
+def pairs_of(ranks: int) -> int:
+    """Returns the number of pairs of chunks of a sequence whose keys so many ranks gather: PAIRS, or a pair a rank."""
+    return PAIRS if PAIRS % ranks == 0 else ranks
+
+
+def piece_of(seq: int, ranks: int, cp_kind: str) -> int:
+    """Returns the number of positions in each of the pieces of a sequence of ``seq``, which are of whole chunks."""
+    pairs = pairs_of(ranks)
+    return 2 * -(-seq // (2 * pairs)) * pairs // ranks if cp_kind == "keys" else -(-seq // ranks)
 
 
 def resolve(group_name: str) -> dist.ProcessGroup:

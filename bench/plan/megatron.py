@@ -6,12 +6,14 @@ kernel, bias, dropout and residual in one; two all-reduces a layer each way, wit
 a reduce-scatter in place of each.  The second gather of rows that sequence parallelism makes backward runs beside a
 product, and is not counted.  Every op is one pass over its operands.
 
-From the code that was public then (megatron/p2p_communication.py, schedules.py, model/distributed.py, mpu/layers.py and
-optimizer/optimizer.py of NVIDIA/Megatron-LM): a rank sends and receives between passes and waits for both, its tp ranks
-receive a part each and gather it; every micro-batch adds its gradients to those before, a pass of its own; the replicas
-of stages sum them after the last; the optimizer copies them to fp32, scales, measures and clips them before Adam, and
-copies the weights back.  Since the end of 2021 the sum behind a column-parallel layer's gradient of inputs runs beside
-that of the weight: ``overlapped``.
+From the code that was public then (megatron/p2p_communication.py, schedules.py, model/transformer.py,
+model/distributed.py, mpu/layers.py and optimizer/optimizer.py of NVIDIA/Megatron-LM): q, k and v are views of one
+product, whose bias is added in a pass of its own (torch.nn.functional.linear of three dimensions); backward they are
+joined again, and the gradients of q and k are scaled; heads are laid out anew forward alone.  A rank sends and receives
+between passes and waits for both, its tp ranks receive a part each and gather it; every micro-batch adds its gradients
+to those before, a pass of its own; the replicas of stages sum them after the last; the optimizer copies them to fp32,
+scales, measures and clips them before Adam, and copies the weights back.  Since the end of 2021 the sum behind a
+column-parallel layer's gradient of inputs runs beside that of the weight: ``overlapped``.
 """
 
 from collections.abc import Iterable
@@ -113,11 +115,12 @@ def layer(s: Sizes) -> Layer:
     scores, mixed = Product(s.seq, s.seq, per_head, batch), Product(s.seq, per_head, s.seq, batch)
     norm = _through("layer_norm", T // s.shards, T // s.shards)
     finish = _through("bias_dropout_add", 2 * T // s.shards, (T + MASK * s.tile) // s.shards)
-    copies = [_through("permute", n * T // t, n * T // t) for n in (3, 1)]
+    add_bias, join = (_through(op, 3 * T // t, 3 * T // t) for op in ("bias_add", "cat"))
+    permute, scale = (_through(op, T // t, T // t) for op in ("permute", "mul"))
     core = [scores.call, _through("softmax", E * p, E * p), _through("dropout", E * p, (E + MASK) * p), mixed.call]
     gelu = _through("bias_gelu", 4 * T // t, 4 * T // t)
     forward = [
-        *(norm, *_gather(s), qkv.call, copies[0], *core, copies[1], project.call, *_sum(s), finish),
+        *(norm, *_gather(s), qkv.call, add_bias, *core, permute, project.call, *_sum(s), finish),
         *(norm, *_gather(s), fc1.call, gelu, fc2.call, *_sum(s), finish),
     ]
     shard = (T // s.shards, s.tile // s.shards)
@@ -134,11 +137,12 @@ def layer(s: Sizes) -> Layer:
         _through("dropout_backward", (E + MASK) * p, E * p),
         _through("softmax_backward", 2 * E * p, E * p),
         *scores.gradients,
+        *(scale, scale, join, _through("bias_backward", 3 * T // t, 0)),
     ]
     # what a gather is forward is a sum backward, and the other way round
     backward = [
         *(*ends, *_gather(s), *fc2.gradients, *of_gelu, *fc1.gradients, *_sum(s)),
-        *(*ends, *_gather(s), *project.gradients, *copies, *of_core, *qkv.gradients, *_sum(s)),
+        *(*ends, *_gather(s), *project.gradients, *of_core, *qkv.gradients, *_sum(s)),
     ]
     return Layer(forward, core, backward, [(message, p.gradients[1]) for p in (fc1, qkv) for message in _sum(s)])
 

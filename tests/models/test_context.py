@@ -75,12 +75,15 @@ def results(kind, form, saving, tp):
     return dict(loss=out.loss.detach(), logits=logits) | states | named
 
 
-def on_ranks(world, kind, form, saving, layout):
+def ranks_of(world, layout):
     tensor, context, sp, cp_kind, *overlap = LAYOUTS[layout]
     mesh = world.pieces(1, context, tensor)
     overlap = overlap[0] if overlap else "auto"
-    tp = TensorParallel(mesh["tp"], sequence_parallel=sp, cp=mesh["cp"], cp_kind=cp_kind, overlap=overlap)
-    return results(kind, form, saving, tp)
+    return TensorParallel(mesh["tp"], sequence_parallel=sp, cp=mesh["cp"], cp_kind=cp_kind, overlap=overlap)
+
+
+def on_ranks(world, kind, form, saving, layout):
+    return results(kind, form, saving, ranks_of(world, layout))
 
 
 @functools.cache
@@ -127,6 +130,44 @@ def not_summed(right, x, tp):
 def test_gradients_of_pieces_are_seen(ranks, target):
     with pytest.raises(AssertionError, match="weight"):
         compare(ranks, "gpt2 odd", "odd", "1x2", function=Mistaken(on_ranks, target, not_summed))
+
+
+# ---- training ----
+
+STEPS = 50
+
+
+def curve(tp):
+    """-> the losses of steps of AdamW on strings of a language of 90 words, of each of which three may follow."""
+    g = torch.Generator().manual_seed(0)
+    follow = torch.randint(90, (90, 3), generator=g)
+    model = MakeKind("qwen3 odd", torch.float64, "fastest")(tp).train()
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for step in range(STEPS):
+        ids = [torch.randint(90, (4,), generator=g)]
+        for _ in range(28):
+            ids.append(follow[ids[-1], torch.randint(3, (4,), generator=g)])
+        ids = torch.stack(ids, 1)
+        loss = model(ids, labels=ids, step=step).loss
+        model.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def curve_on_ranks(world, layout):
+    return curve(ranks_of(world, layout))
+
+
+@pytest.mark.slow
+def test_a_curve_of_losses(ranks):
+    """The same steps at every layout, with dropout, as many as make a mistake in one of them grow."""
+    exact = curve(TensorParallel())
+    assert exact[-1] < exact[0] - 1
+    for layout, (tensor, context, *_) in LAYOUTS.items():
+        for losses in ranks(tensor * context, curve_on_ranks, layout):
+            assert error(losses, exact) <= 1e-9, (layout, (losses - exact).abs())
 
 
 # ---- bad input, on every rank ----

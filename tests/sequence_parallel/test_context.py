@@ -1,4 +1,4 @@
-"""Attention over pieces of sequences: the bits of attention on one rank, at every number of context-parallel ranks."""
+"""Attention over pieces of sequences: the same bits at every number of context-parallel ranks."""
 
 import re
 
@@ -144,15 +144,33 @@ def test_rounds_as_ops_and_compiled(ranks):
         assert all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("R", [2, 4])
+SIZES = dict.fromkeys(["causal", "one kv head", "packed documents, dropout"], (1, 2, 4, 8))  # the others: 1, 2 and 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", [*CASES, *COPIES])
-def test_gathered_keys(ranks, name, R, dtype):
-    """The bits of one rank in o and q's gradient; those of k and v are sums over ranks."""
+def test_gathered_keys(ranks, name, dtype):
+    """o and q's gradient have the bits of one rank without pieces; those of k and v are one tree at every size."""
     case = (CASES | COPIES)[name]
-    (o, dqkv), (exact, dexact) = joined(ranks, case, R, dtype, function=over_keys), whole(case, dtype)
-    assert torch.equal(o, exact) and torch.equal(dqkv[:, :, :-2], dexact[:, :, :-2])
-    assert error(dqkv[:, :, -2:], dexact[:, :, -2:]) <= (1e-14 if dtype == torch.float64 else 8e-3)
+    (one, done), (exact, dexact) = joined(ranks, case, 1, dtype, function=over_keys), whole(case, dtype)
+    assert torch.equal(one, exact) and torch.equal(done[:, :, :-2], dexact[:, :, :-2])
+    limit = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 8e-3}[dtype]
+    assert error(done[:, :, -2:], dexact[:, :, -2:]) <= limit
+    for R in SIZES.get(name, (1, 2, 4))[1:]:
+        o, dqkv = joined(ranks, case, R, dtype, function=over_keys)
+        assert torch.equal(o, one) and torch.equal(dqkv, done), f"{R} ranks: {(dqkv != done).sum()} differ"
+
+
+def pair_a_rank(right, ranks):
+    return ranks
+
+
+def test_sums_by_rank_are_seen(ranks):
+    """A pair of chunks for each rank: as many leaves as there are ranks."""
+    case = CASES["causal"] | dict(S=64)  # chunks of positions as they are
+    mistaken = Mistaken(over_keys, "tpfuse.sequence_parallel.context.pairs_of", pair_a_rank)
+    by_rank, by_leaf = (joined(ranks, case, 2, torch.float32, function=f) for f in (mistaken, over_keys))
+    assert torch.equal(by_rank[0], by_leaf[0]) and not torch.equal(by_rank[1], by_leaf[1])
 
 
 @pytest.mark.parametrize("R", [2, 4])

@@ -12,8 +12,9 @@ Jacobs et al. 2023 (arXiv:2309.14509) for the first; the second is the all-gathe
 is balanced, and a head's bits do not depend on C.  Heads that wait for none of the others may travel while these are
 attended (:mod:`.overlap.heads`).  Where C does not divide G, each group of query heads is cut in
 ``copies``, and k and v are sent with each; their gradients are then summed.  Of "keys" a piece is the chunks r and 2 C
-- 1 - r of 2 C, which have as many pairs of a query and an earlier key on every rank; o and dq have the bits of one
-rank, and dk and dv are sums over the ranks, in their order.
+- 1 - r of 2 C, which have as many pairs of a query and an earlier key on every rank.  o and dq have the bits of one
+rank.  dk and dv have the same bits at every C that divides 8, 1 too where "keys" are asked of one rank: what the
+queries of a chunk i and a chunk 15 - i of 16 leave in them is a leaf of one tree, whose top is of the ranks.
 
 Elements that a rank sends for a row, forward and backward, dk and dv counted twice as they are fp32:
 
@@ -26,13 +27,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..collectives import all_gather, all_to_all, gather, summed
+from ..collectives import all_gather, all_to_all, gather
 from ..kernels.attn.op import attend, attention_of_queries_bwd, attention_of_queries_fwd
 from ..kernels.attn.options import TENSORS, Options, QueryChunk
 from ..kernels.runtime.function import Function, once_differentiable
+from ..kernels.runtime.leaves import TreeSum, tree
 from ..kernels.runtime.op import autocast
 from ..kernels.runtime.philox import global_rows
-from ..parallel import TensorParallel
+from ..parallel import TensorParallel, pairs_of
 from .choice import rounds_of_heads
 from .crossings import exchange
 from .overlap.heads import HeadRounds, HeadsSaved, attention_of_heads_bwd, attention_of_heads_fwd
@@ -166,31 +168,37 @@ class _OverKeys(Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, options: Options, tp: TensorParallel) -> Tensor:
         q, kv = _queries_and_keys(qkv, tp)
-        pairs = [attention_of_queries_fwd(q_i, chunk, options) for q_i, chunk in _chunked(q, kv, options, tp)]
-        o = torch.cat([o_i for o_i, _ in pairs])
-        ctx.save_for_backward(qkv, o, *(lse for _, lse in pairs), *options[:TENSORS])
+        front, end = (attention_of_queries_fwd(q_i, chunk, options) for q_i, chunk in _chunked(q, kv, options, tp))
+        o, lse = torch.cat([front[0], end[0]]), torch.cat([front[1], end[1]], -1)
+        ctx.save_for_backward(qkv, o, lse, *options[:TENSORS])
         ctx.args = options[TENSORS:], tp
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        constants, tp = ctx.args
-        saved = ctx.saved_tensors
-        (qkv, o), lse, tensors = saved[:2], saved[2:-TENSORS], saved[-TENSORS:]
+        (qkv, o, lse, *tensors), (constants, tp) = ctx.saved_tensors, ctx.args
         q, kv = _queries_and_keys(qkv, tp)
         options, cp = Options(*tensors, *constants), tp.cp
-        chunks = _chunked(q, kv, options, tp)
-        pieces = zip(chunks, do.contiguous().chunk(len(lse)), o.chunk(len(lse)), lse, strict=True)
-        grads = [
-            attention_of_queries_bwd(do_i, q_i, chunk, o_i, lse=lse_i, options=options)
-            for (q_i, chunk), do_i, o_i, lse_i in pieces
-        ]
-        (dq_front, dkv_front), (dq_end, dkv_end) = grads
-        dq, parts = torch.cat([dq_front, dq_end]), dkv_front + dkv_end
-        sent = by_rank(parts, tp).view(cp.size, len(q), *parts.shape[1:])
-        dkv = summed(all_to_all(sent, cp.group_name), cp)
-        return torch.cat([dq, dkv.to(qkv.dtype)], 2), None, None
+        pairs = pairs_of(cp.size) // cp.size
+        chunks = _chunked(q, kv, options, tp, parts=pairs)
+
+        do_by_chunk, o_by_chunk = (t.chunk(len(chunks)) for t in (do.contiguous(), o))
+        lse_by_chunk = lse.split([place.queries for _, place in chunks], -1)
+
+        def gradients(i: int) -> tuple[Tensor, Tensor]:
+            """Returns dq of the queries of chunk i, and what they leave in dk and dv."""
+            q_i, place = chunks[i]
+            lse_i = lse_by_chunk[i].contiguous()
+            return attention_of_queries_bwd(do_by_chunk[i], q_i, place, o_by_chunk[i], lse=lse_i, options=options)
+
+        dq, leaves = [q] * len(chunks), TreeSum()
+        for i in range(pairs):
+            (dq[i], front), (dq[-1 - i], end) = gradients(i), gradients(-1 - i)
+            leaves.add(front.add_(end))
+        sent = by_rank(leaves.total(), tp).view(cp.size, len(q), *kv.shape[1:])
+        dkv = tree(all_to_all(sent, cp.group_name).unbind())
+        return torch.cat([torch.cat(dq), dkv.to(qkv.dtype)], 2), None, None
 
 
 def _queries_and_keys(qkv: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor]:
@@ -201,9 +209,11 @@ def _queries_and_keys(qkv: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor]:
     return q, by_position(all_gather(kv.contiguous(), cp.size, cp.group_name).flatten(0, 1), tp)
 
 
-def _chunked(q: Tensor, kv: Tensor, options: Options, tp: TensorParallel) -> list[tuple[Tensor, QueryChunk]]:
-    """Returns each chunk's rows of q, and its place; what is no position is padding."""
-    chunks = tp.chunks(options.seq)
+def _chunked(
+    q: Tensor, kv: Tensor, options: Options, tp: TensorParallel, parts: int = 1
+) -> list[tuple[Tensor, QueryChunk]]:
+    """Returns the rows of q and the place of each chunk, in so many ``parts``; what is no position is padding."""
+    chunks = tp.chunks(options.seq, parts)
     places = [QueryChunk(kv, chunk.start, chunk.stop - chunk.start) for chunk in chunks]
     return [*zip(q.chunk(len(chunks)), places, strict=True)]
 

@@ -21,7 +21,7 @@ from ...layers.shapes import MoEShape
 from ...layers.shards import same_on_replicas
 from ...models.config.model import ModelConfig
 from ...models.model import Model
-from ...parallel import TensorParallel
+from ...parallel import TensorParallel, piece_of
 from ...pipeline.placement import Stage
 from ...sequence_parallel.assumed import assumed_imbalance
 from ...sequence_parallel.context import HeadSplit
@@ -102,9 +102,8 @@ class Plan(NamedTuple):
 
     @property
     def piece(self) -> int:
-        """Positions of a rank's piece of a sequence, one chunk, or of "keys" two; the last may be padding."""
-        chunks = 2 if self.cp > 1 and self.cp_kind == "keys" else 1
-        return -(-self.seq // (chunks * self.cp)) * chunks
+        """Positions of a rank's piece of a sequence; the last may be padding."""
+        return piece_of(self.seq, self.cp, self.cp_kind if self.cp > 1 else "heads")
 
     @property
     def replicas(self) -> int:
