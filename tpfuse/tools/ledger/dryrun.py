@@ -203,7 +203,11 @@ def ranks_of(plan: Plan, mesh: DeviceMesh, *, overlap: str = "auto") -> TensorPa
     """Returns the tensor-parallel ranks of a plan, and those that hold pieces of its sequences, on a mesh with "cp" and
     "tp"."""
     return TensorParallel(
-        mesh["tp"], sequence_parallel=plan.sequence_parallel, overlap=overlap, cp=mesh["cp"], cp_kind=plan.cp_kind
+        mesh["tp"],
+        sequence_parallel=plan.sequence_parallel,
+        overlap=overlap,
+        cp=mesh["cp"] if plan.cp > 1 else None,
+        cp_kind=plan.cp_kind,
     )
 
 
