@@ -1,9 +1,11 @@
 """Recompute of blocks: the same gradients to the bit, however the model runs; options that contradict each other."""
 
+import copy
 from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -194,3 +196,20 @@ def _differs(world):
 def test_ranks_recompute_alike(ranks):
     with pytest.raises(ValueError, match="recompute must be the same on every tensor-parallel rank"):
         ranks(2, _differs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, p", [("gpt2", 0.1), ("llama", 0.0), ("bert", 0.1)])
+def test_blocks_compiled_one_by_one_share_graphs(name, p):
+    """More blocks than torch compiles a function anew for: the second number of a layer makes it any number."""
+    cls, config, options = MODELS[name]
+    drops = dict(dropout=p, attention_dropout=p, embedding_dropout=p)
+    deep = cls(replace(config, num_layers=10, **drops), **options).train()
+    whole = results(copy.deepcopy(deep), call_of(name, False))
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in deep.blocks:
+        block.compile(backend=counter)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        assert_equal(results(deep, call_of(name, False)), whole)
+    assert counter.frame_count <= 2 + (p > 0)  # of the last block, of the others, and of their first

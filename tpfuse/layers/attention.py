@@ -28,7 +28,6 @@ from .linear import ColumnParallelLinear, ColumnProjection, RowParallelLinear
 from .module import Origin, ParallelModule, check_rows, leaf_slices, local, on_pieces, replicated
 from .norm import HeadNorm, RMSNorm, SplitNorm, normed
 from .shapes import INIT, AttentionShape, Init
-from .sites import sites
 
 
 class CopiedKV(ColumnProjection):
@@ -163,8 +162,7 @@ class ParallelAttention(ParallelModule):
         check_numbers("ParallelAttention", numbers, dict(scale=POSITIVE, softcap=POSITIVE))
         self.scale, self.softcap = shape.scale, shape.softcap
         self.causal, self.window, self.dropout = shape.causal, shape.window, shape.dropout
-        self.site = sites(layer).probabilities
-        self.width = D
+        self.width, self.layer = D, layer
         self.head_width = E = D // H if shape.head_width is None else shape.head_width
         self.first_head = tp.rank * tp.divide_leaves(H, "ParallelAttention: num_heads")
         heads, dtype, device = H // groups, init.dtype, init.device
@@ -221,7 +219,7 @@ class ParallelAttention(ParallelModule):
             batch=call.batch, seq=call.positions(rows, self.tp),
             max_seqlen=call.max_seqlen, causal=self.causal, window=self.window,
             scale=self.head_width**-0.5 if self.scale is None else self.scale, softcap=self.softcap, p=p,
-            site=self.site, first_head=self.first_head, leaves=self.tp.leaves,
+            site=call.site("probabilities", self.layer, p), first_head=self.first_head, leaves=self.tp.leaves,
             tile=self.tp.row_tile,
         )  # fmt: skip
         rope = call.rotation(self.window)

@@ -44,7 +44,6 @@ from .moe import ParallelMoE
 from .norm import LayerNorm, norm_layer
 from .one_node import Constants, Layer, one_node, parameters_of
 from .shapes import INIT, AttentionShape, Init, MLPShape, MoEShape, NormShape, mlp_or_experts
-from .sites import sites
 from .wiring import (
     ALONE,
     NORM_IN,
@@ -192,7 +191,7 @@ class TransformerBlock(ParallelModule):
             check(value in choices, f"TransformerBlock: {name} must be one of {', '.join(choices)}, got {value!r}")
         check_kind("TransformerBlock", norm.kind, norm.eps)
         threshold(self.dropout)
-        self.width, self.sites = attention.hidden_size, sites(layer)
+        self.width, self.layer = attention.hidden_size, layer
         self.norm_after = True
         self.attention = ParallelAttention.of(attention, tp=self.tp, layer=layer, init=init)
         self.mlp: ParallelMLP | ParallelMoE = (
@@ -298,7 +297,7 @@ class TransformerBlock(ParallelModule):
         attention, p = self.attention, self.dropout if self.training else 0.0
         rng = active_rng("TransformerBlock", p, call.rng)
         attention_mask, mlp_mask = (
-            Mask(rng, p, self.sites.after[name], first_row=0, batch=call.batch) for name in ("attention", "mlp")
+            Mask(rng, p, call.site(name, self.layer, p), first_row=0, batch=call.batch) for name in ("attention", "mlp")
         )
         norms = tuple((name, modules[name].eps, modules[name].kind) for name in self.norms)
         constants = Constants(

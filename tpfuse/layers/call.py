@@ -8,6 +8,7 @@ from ..kernels.attn.options import default_seq
 from ..kernels.runtime.philox import FirstRow
 from ..parallel import TensorParallel
 from .cache import KVCache
+from .sites import site
 
 
 class Rope(NamedTuple):
@@ -40,6 +41,8 @@ class Call(NamedTuple):
     documents (batch 1), of which the longest has ``max_seqlen`` positions.  ``rng`` int64 [3] = (seed, step,
     first_sample), needed where dropout is on.  ``keep``: save what backward reads; if false n and activations are
     recomputed in backward.  ``router_sums``: layers with experts give what losses of balance are made of (balance.py).
+    ``layer``: the layer's number among dropout sites, in place of its own: torch.compile compiles a block for any
+    number of an argument, but anew for each number of a module.
     """
 
     batch: int = 1
@@ -52,6 +55,7 @@ class Call(NamedTuple):
     cache: KVCache | None = None
     keep: bool = True
     router_sums: bool = False
+    layer: int | None = None
 
     def positions(self, rows: int, tp: TensorParallel) -> int:
         """Returns the positions of whole sequences, of which the ranks of ``tp`` together hold ``rows`` rows."""
@@ -63,6 +67,11 @@ class Call(NamedTuple):
         if tp.cp is None:
             return start
         return tp.first_row(self.positions(rows * shards, tp), self.batch, start=start, rows=rows)
+
+    def site(self, name: str, layer: int, p: float) -> int:
+        """Returns the dropout site (:func:`.sites.site`) of a layer whose own number is ``layer``; 0 where nothing is
+        dropped, so that layers are alike."""
+        return 0 if p == 0 else site(layer if self.layer is None else self.layer, name)
 
     def valid_rows(self, rows: int, tp: TensorParallel) -> int:
         """Returns how many of the ``rows`` of all ranks of ``tp``, from the first on, are no padding."""

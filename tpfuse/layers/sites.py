@@ -4,22 +4,19 @@ Site 0 is the embedding's; a layer has three, a cross-attention one of another r
 format of masks and do not change.
 """
 
-from typing import NamedTuple
+from typing import Final
 
 CLASSIFIER = 65534  # what a classification head reads; 65535 is sampling
 POOLER = 65533  # what the linear layer below one reads
+_OF_LAYER: Final = {"probabilities": 1, "attention": 2, "mlp": 3}
 
 
-class Sites(NamedTuple):
-    probabilities: int  # on the attention probabilities
-    after: dict[str, int]  # on what a branch of the block gives, by the branch's name
-
-
-def sites(layer: int) -> Sites:
-    """Returns the sites of layer ``layer``, counted from 0."""
-    return Sites(3 * layer + 1, {"attention": 3 * layer + 2, "mlp": 3 * layer + 3})
+def site(layer: int, name: str) -> int:
+    """Returns the site of attention's "probabilities" in layer ``layer``, counted from 0, or of what its branch
+    "attention" or "mlp" gives."""
+    return 3 * layer + _OF_LAYER[name]
 
 
 def cross_site(layer: int) -> int:
-    """Returns the site of the cross-attention number ``layer``, which no :class:`Sites` holds."""
+    """Returns the site of the cross-attention number ``layer``, which is no other layer's."""
     return 32768 + layer

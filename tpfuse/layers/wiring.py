@@ -295,10 +295,11 @@ class Fused:
             )  # fmt: skip
             bias = None
         weight, norm_bias, eps, kind = self.norms[step.norm]
+        site = self.call.site(step.branch, self.block.layer, self.p)
         h, n, recompute = reduce_bias_dropout_add_norm(
             parts, bias, h, weight, norm_bias=norm_bias, eps=eps, norm=kind, post_norm=step.stream,
-            p=self.p, rng=self.call.rng, site=self.block.sites.after[step.branch], first_row=self.first_row,
-            batch=self.call.batch, ranks=self._copies(step.to), recompute=not self.call.keep, leaves=self.tp.row_leaves,
+            p=self.p, rng=self.call.rng, site=site, first_row=self.first_row, batch=self.call.batch,
+            ranks=self._copies(step.to), recompute=not self.call.keep, leaves=self.tp.row_leaves,
         )  # fmt: skip
         return h, Normed(n, recompute)
 
@@ -343,7 +344,7 @@ class ByParts:
         x = parts
         if step.branch_norm is not None:
             x = getattr(self.block, step.branch_norm)(x).to(x.dtype)
-        site = self.block.sites.after[step.branch]
+        site = self.call.site(step.branch, self.block.layer, self.p)
         h, *_ = reduce_bias_dropout_add_norm(
             x, residual=h, p=self.p, rng=self.call.rng, site=site, first_row=self.first_row, batch=self.call.batch,
             leaves=self.block.tp.row_leaves,

@@ -59,8 +59,9 @@ def run_blocks(
     for block in blocks:
         if states is not None:
             states.append(h)
+        of_block = call._replace(layer=block.layer)
         recomputes = full and torch.is_grad_enabled()
-        h, normed = _recomputed(block, h, normed, call) if recomputes else block(h, normed, call=call)
+        h, normed = _recomputed(block, h, normed, of_block) if recomputes else block(h, normed, call=of_block)
     if block is not None and not block.post_norm and served_backward(block):
         normed = normed._replace(n=_beside_unused(normed.n, h))
     return h, normed
