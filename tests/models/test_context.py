@@ -40,6 +40,7 @@ LAYOUTS = {  # tensor- and context-parallel ranks, sequence parallelism, kind, o
     "1x4": (1, 4, True, "heads"),
     "1x4 keys": (1, 4, True, "keys"),
     "2x2 no sp": (2, 2, False, "auto"),
+    "2x1 keys": (2, 1, True, "keys"),  # a group of one, whose sums are those of several
 }
 DAILY = [
     ("gpt2 odd", "packed", "1x2"),
@@ -47,6 +48,7 @@ DAILY = [
     ("qwen3 odd", "odd", "2x2"),
     ("gemma odd", "odd", "1x4 keys"),
     ("qwen2 moe odd lora", "odd", "2x2 keys"),
+    ("qwen3 odd", "packed", "2x1 keys"),
     ("bert odd", "key mask", "2x2 no sp"),
 ]
 UNPACKED = [kind for kind, config in ALL_KINDS.items() if isinstance(config, BertConfig) and config.rope is None]
