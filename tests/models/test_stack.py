@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.common import assert_equal, make_tp
+from tests.common import assert_equal, error, make_tp
 from tests.models.common import BERT_CONFIG, GPT_CONFIG, batch, default_dtype, results
 from tpfuse import TensorParallel
 from tpfuse.models import GPT, Bert
@@ -204,12 +204,14 @@ def test_blocks_compiled_one_by_one_share_graphs(name, p):
     """More blocks than torch compiles a function anew for: the second number of a layer makes it any number."""
     cls, config, options = MODELS[name]
     drops = dict(dropout=p, attention_dropout=p, embedding_dropout=p)
-    deep = cls(replace(config, num_layers=10, **drops), **options).train()
-    whole = results(copy.deepcopy(deep), call_of(name, False))
+    with default_dtype(torch.float64):
+        deep = cls(replace(config, num_layers=10, **drops), **options).train()
+    exact = results(copy.deepcopy(deep), call_of(name, False))
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     for block in deep.blocks:
         block.compile(backend=counter)
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        assert_equal(results(deep, call_of(name, False)), whole)
+        compiled = results(deep, call_of(name, False))
+    assert max(error(compiled[key], exact[key]) for key in exact) <= 1e-10
     assert counter.frame_count <= 2 + (p > 0)  # of the last block, of the others, and of their first
