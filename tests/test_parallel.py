@@ -221,9 +221,9 @@ def test_context_parallel_ranks(ranks):
         assert numbers == (rank % 2, rank // 2, 2, rank, 4, 4, 8) and calls == [0, 1, 2, 3]
         r = lambda *bounds: [i for start, stop in zip(bounds[::2], bounds[1::2]) for i in range(start, stop)]
         of_heads, of_keys = ((0, 4), (0, 15)), ((0, 4), (0, 8, 24, 29))  # 16 chunks: of 1 position, of 2
-        assert positions == [r(*p) for p in (*of_heads, *of_keys)] if rank < 2 else [
-            r(4, 7), r(15, 29), r(4, 7), r(8, 24)
-        ]  # fmt: skip
+        of_others = ((4, 7), (15, 29)), ((4, 7), (8, 24))
+        expected = (*of_heads, *of_keys) if rank < 2 else itertools.chain(*of_others)
+        assert positions == [r(*bounds) for bounds in expected]
         assert places == ([0, RowPieces(70, 10, 240), 240] if rank < 2 else [80, RowPieces(150, 10, 160), 160])
         dimension, kind, bits, fits, left_out, differ, values = errors
         assert "cp: a DeviceMesh must have one dimension" in dimension and "mesh['cp']" in dimension
