@@ -1,10 +1,12 @@
-"""The CPU implementations that are not plain references, against ATen's: attention and swiglu, forward and backward.
-ATen's swiglu has gate and up in tensors of their own.
+"""The CPU implementations that are not plain references, against ATen's: attention of many lengths, swiglu, and the
+products of a GEMM, forward and backward.  ATen's swiglu has gate and up in tensors of their own.
 
-python -m bench.kernels.cpu            one thread, bf16 and fp32, interleaved; median
-                                       and quartiles of the ratio of neighbouring runs
+python -m bench.kernels.cpu                      one thread, bf16 and fp32, interleaved; median
+                                                 and quartiles of the ratio of neighbouring runs
+python -m bench.kernels.cpu --only 512 GEMM      the rows whose names have one of these words
 """
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -13,34 +15,42 @@ import torch
 import torch.nn.functional as F
 
 from bench._parser import parser_of
-from tpfuse.kernels.attn.op import attention_bwd, attention_fwd
+from tpfuse.kernels.attn import torch_cpu
+from tpfuse.kernels.attn.cpu import bwd_cpu, fwd_cpu
 from tpfuse.kernels.attn.options import Options
 from tpfuse.kernels.gemm.op import activation_bwd, activation_fwd
+from tpfuse.kernels.runtime import matmul
 
 aten = torch.ops.aten
-S, B, H, E, FFN = 512, 4, 6, 64, 1536  # a rank's share of width 768, 12 heads, at R = 2
+S, B, D, H, E, FFN = 512, 4, 768, 6, 64, 1536  # a rank's share of width 768, 12 heads, at R = 2
+Call = Callable[[], tuple[torch.Tensor, ...]]
+Pair = tuple[Call, Call, bool]  # tpfuse's implementation, ATen's, and whether tpfuse takes its own
 
 
-def attention_pair(dtype: torch.dtype) -> tuple[Callable, Callable]:
-    qkv = torch.randn(S * B, H, 3, E).to(dtype)
-    do = torch.randn(S * B, H * E).to(dtype)
-    options = Options(batch=B, seq=S, causal=True, scale=E**-0.5)
-    q, k, v = qkv.view(S, B, H, 3, E).permute(3, 1, 2, 0, 4)
+def attention_pair(dtype: torch.dtype, seq: int, causal: bool) -> Pair:
+    """cpu.py's attention, and ATen's from and to the same layouts; the path that a call takes is marked."""
+    batch = max(1, S * B // seq)
+    qkv, do = torch.randn(seq * batch, H, 3, E).to(dtype), torch.randn(seq * batch, H * E).to(dtype)
+    options = Options(batch=batch, seq=seq, causal=causal, scale=E**-0.5)
 
-    def ours():
-        o, lse = attention_fwd(qkv, options)
-        return o, attention_bwd(do, qkv, o, lse, options)
+    def both(forward: Callable, backward: Callable) -> Call:
+        def call() -> tuple[torch.Tensor, ...]:
+            o, lse = forward(qkv, options)
+            return o, backward(do, qkv, o, lse, options)
 
-    def aten_call():
-        o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
-        grad = do.view(S, B, H, E).permute(1, 2, 0, 3)
-        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, o, lse, 0.0, True)
-        return o.permute(2, 0, 1, 3).flatten(2).flatten(0, 1), torch.stack(grads).permute(3, 1, 2, 0, 4).flatten(0, 1)
+        return call
 
-    return ours, aten_call
+    return both(fwd_cpu, bwd_cpu), both(torch_cpu.fwd, torch_cpu.bwd), not torch_cpu.takes(qkv, options)
 
 
-def swiglu_pair(dtype: torch.dtype) -> tuple[Callable, Callable]:
+def product_pair(dtype: torch.dtype) -> Pair:
+    """A GEMM's three products, as they are made on this processor and by torch in the same dtype."""
+    x, w, dy = (torch.randn(shape).to(dtype) for shape in ((S, D), (FFN, D), (S, FFN)))
+    ours = lambda: (matmul.linear(x, w), matmul.mm(dy, w), matmul.mm(dy.t(), x))
+    return ours, lambda: (F.linear(x, w), dy @ w, dy.t() @ x), True
+
+
+def swiglu_pair(dtype: torch.dtype) -> Pair:
     z, dy = torch.randn(S * B, 2 * FFN).to(dtype), torch.randn(S * B, FFN).to(dtype)
     gate, up = (x.contiguous() for x in z.view(-1, FFN, 2).unbind(2))
 
@@ -52,25 +62,34 @@ def swiglu_pair(dtype: torch.dtype) -> tuple[Callable, Callable]:
         value, again = F.silu(gate) * up, F.silu(gate)
         return value, aten.silu_backward(dy * up, gate), dy * again, again * up
 
-    return ours, aten_call
+    return ours, aten_call, True
 
 
-PAIRS = {
-    "attention, causal": attention_pair,
+PAIRS: dict[str, Callable[[torch.dtype], Pair]] = {
+    **{
+        f"attention{', causal' * causal}, {seq} positions": functools.partial(attention_pair, seq=seq, causal=causal)
+        for causal in (True, False)
+        for seq in (64, 128, 256, 512, 1024, 2048)
+    },
     "swiglu, value computed again in backward": swiglu_pair,
+    f"a GEMM of {S} x {D} x {FFN}": product_pair,
 }
 
 
 def main() -> None:
     parser = parser_of("bench.kernels.cpu", __doc__)
+    parser.add_argument("--only", nargs="+", default=[""], metavar="WORD", help="rows with one of these in their name")
     parser.add_argument("--rounds", type=int, default=30, help="runs of each (default 30)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    print(f"| op, forward + backward | dtype | tpfuse ms | ATen ms | ATen / tpfuse (quartiles) |\n{'|---' * 5}|")
+    header = "op, forward + backward", "dtype", "tpfuse ms", "ATen ms", "ATen / tpfuse (quartiles)", "taken"
+    print(f"| {' | '.join(header)} |\n{'|---' * len(header)}|")
     for name, pair in PAIRS.items():
         for dtype in (torch.bfloat16, torch.float32):
-            calls = pair(dtype)
+            if not any(word in name for word in args.only):
+                continue
+            *calls, own = pair(dtype)
             for a, b in zip(calls[0](), calls[1](), strict=True):
                 torch.testing.assert_close(a, b, rtol=3e-2, atol=3e-2)
             times: list[list[float]] = [[], []]
@@ -81,7 +100,8 @@ def main() -> None:
                     seconds.append(1e3 * (time.process_time() - start))
             low, mid, high = statistics.quantiles([b / a for a, b in zip(*times, strict=True)], n=4)
             our_ms, aten_ms = map(statistics.median, times)
-            print(f"| {name} | {str(dtype)[6:]} | {our_ms:.1f} | {aten_ms:.1f} | {mid:.2f} ({low:.2f} to {high:.2f}) |")
+            ratio, path = f"{mid:.2f} ({low:.2f} to {high:.2f})", "tpfuse" if own else "ATen"
+            print(f"| {name} | {str(dtype)[6:]} | {our_ms:.1f} | {aten_ms:.1f} | {ratio} | {path} |", flush=True)
 
 
 if __name__ == "__main__":

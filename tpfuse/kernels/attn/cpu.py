@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..runtime import matmul
 from ..runtime.errors import check
 from ..runtime.op import acc_dtype
 from ..runtime.philox import scale
@@ -61,13 +62,13 @@ class _QueryBlock(NamedTuple):
 
 
 def _at_once(a: Tensor, b: Tensor, leaves: int) -> Tensor:
-    return torch.bmm(a, b)
+    return matmul.bmm(a, b)
 
 
 def _by_leaves(a: Tensor, b: Tensor, leaves: int) -> Tensor:
     output = a.new_empty(len(a), a.shape[1], b.shape[2])
     for pieces in zip(a.chunk(leaves), b.chunk(leaves), output.chunk(leaves), strict=True):
-        torch.bmm(pieces[0], pieces[1], out=pieces[2])
+        matmul.bmm(pieces[0], pieces[1], out=pieces[2])
     return output
 
 

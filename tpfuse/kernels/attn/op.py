@@ -32,6 +32,7 @@ from ..runtime.function import Function, once_differentiable
 from ..runtime.op import ATTENTION, acc_dtype, autocast, op
 from ..runtime.philox import active_rng
 from ..runtime.tiles import check_tiles_device
+from . import torch_cpu
 from .cpu import bwd_cpu, fwd_cpu, of_queries_bwd_cpu
 from .cpu import decode as decode_cpu
 from .decode import decode_cost, decode_launch
@@ -76,7 +77,13 @@ def _of_queries_bwd_fake(
 
 
 def _fwd_cpu(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    if torch_cpu.takes(qkv, options):
+        return torch_cpu.fwd(qkv, options)
     return fwd_tiles(qkv, options) if options.tile else fwd_cpu(qkv, options)
+
+
+def _bwd_cpu(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, options: Options) -> Tensor:
+    return (torch_cpu.bwd if torch_cpu.takes(qkv, options) else bwd_cpu)(do, qkv, o, lse, options)
 
 
 def _of_queries_fwd_cpu(q: Tensor, chunk: QueryChunk, options: Options) -> tuple[Tensor, Tensor]:
@@ -100,7 +107,7 @@ attention_fwd = op(
     cost=fwd_cost,
 )  # fmt: skip
 attention_bwd = op(
-    attention_bwd_ref, kind=ATTENTION, launch=bwd_launch, cpu=bwd_cpu, fake=_bwd_fake, replay=True, cost=bwd_cost
+    attention_bwd_ref, kind=ATTENTION, launch=bwd_launch, cpu=_bwd_cpu, fake=_bwd_fake, replay=True, cost=bwd_cost
 )
 attention_of_queries_fwd = op(
     attention_of_queries_fwd_ref, kind=ATTENTION, launch=of_queries_fwd_launch, cpu=_of_queries_fwd_cpu,

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..gemm.runs import gradient_of, value_of
+from ..runtime import matmul
 from ..runtime.op import acc_dtype, row_blocks
 from .records import ExpertRows, Sides
 from .reference import ALIGNED, experts_dact_ref, experts_down_ref, experts_dx_ref, experts_up_ref, experts_wgrad_ref
@@ -31,7 +32,7 @@ def _multiply(x: Tensor, matrices: Tensor, offsets: Tensor, y: Tensor) -> Tensor
     busy = [expert for expert, size in enumerate(sizes) if size]
     pieces = (t.split([sizes[expert] for expert in busy]) for t in (x, y))
     for expert, rows, place in zip(busy, *pieces, strict=True):
-        torch.mm(rows, matrices[expert], out=place)
+        matmul.mm(rows, matrices[expert], out=place)
     return y
 
 
@@ -106,5 +107,5 @@ def experts_wgrad_cpu(sides: Sides, dtype: torch.dtype) -> Tensor:
     sizes = sides.offsets.diff().tolist()
     dw = dy.new_empty(len(sizes), dy.shape[1], x.shape[1])
     for place, dy_e, x_e in zip(dw, dy.split(sizes), x.split(sizes), strict=True):
-        torch.mm(dy_e.t(), x_e, out=place)
+        matmul.mm(dy_e.t(), x_e, out=place)
     return dw

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..gemm.op import activation_bwd, activation_fwd
+from ..runtime import matmul
 from ..runtime.op import acc_dtype
 from ..runtime.tiles import check_alike, check_tiles_device, in_tiles
 from .records import ExpertRows, Sides
@@ -37,7 +38,7 @@ def _destinations(rows: ExpertRows, places: slice) -> Tensor | slice:
 
 def _product(x: Tensor, w: Tensor, tile: int) -> Tensor:
     """x [n, K], w [N, K] -> x w' [n, N], by tiles of so many rows unless 0."""
-    return in_tiles(lambda rows: (rows @ w.t(),), x, tile)[0]
+    return in_tiles(lambda rows: (matmul.linear(rows, w),), x, tile)[0]
 
 
 def check_expert_tiles(x: Tensor, w1: Tensor, w2: Tensor, tile: int) -> None:
@@ -82,7 +83,7 @@ def experts_dact_ref(
     dz, ga, dg = z.new_empty(z.shape), z.new_empty(n, F), z.new_empty(n, dtype=acc)
     for e, places in _experts_with_rows(rows.offsets):
         g, z_e = weights[places, None].to(acc), _rows(z, None, places)
-        da = (_rows(dy, rows.row_index, places) @ _weight(w2, e)).to(acc)
+        da = matmul.mm(_rows(dy, rows.row_index, places), _weight(w2, e)).to(acc)
         a = activation_fwd(z_e, activation).to(acc)
         dg[places], ga[places] = (da * a).sum(-1), (a * g).to(z.dtype)
         dz[places], _, _ = activation_bwd((da * g).to(z.dtype), z_e, activation, rebuild=False, bias=None)
@@ -96,7 +97,7 @@ def experts_dx_ref(dz: Tensor, rows: ExpertRows, w1: Tensor, count: int, room: i
     """
     dx = dz.new_zeros(count + room, w1.shape[2])
     for e, places in _experts_with_rows(rows.offsets):
-        dx[_destinations(rows, places)] = _rows(dz, None, places) @ _weight(w1, e)
+        dx[_destinations(rows, places)] = matmul.mm(_rows(dz, None, places), _weight(w1, e))
     return dx
 
 
@@ -105,7 +106,7 @@ def experts_wgrad_ref(sides: Sides, dtype: torch.dtype) -> Tensor:
     dy, x, offsets, dy_index, x_index = sides
     dw = dy.new_zeros(len(offsets) - 1, dy.shape[1], x.shape[1], dtype=dtype)
     for e, places in _experts_with_rows(offsets):
-        dw[e] = _rows(dy, dy_index, places).t() @ _rows(x, x_index, places)
+        dw[e] = matmul.mm(_rows(dy, dy_index, places).t(), _rows(x, x_index, places))
     return dw
 
 

@@ -17,9 +17,9 @@ for ops that contract no split dimension, fix the size of a tile, and so the ord
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from ..runtime import matmul
 from ..runtime.function import Function, once_differentiable
 from ..runtime.leaves import tree
 from ..runtime.main_grad import mains, wanted
@@ -75,16 +75,20 @@ def linear_fwd_ref(
     """-> y, z (empty for "none")."""
     b = None if b is None else b.to(x.dtype)
     if leaf:
-        z = tree(F.linear(x_v.contiguous(), w_v.contiguous()) for x_v, w_v in zip(x.split(leaf, 1), w.split(leaf, 1)))
+        z = tree(
+            matmul.linear(x_v.contiguous(), w_v.contiguous()) for x_v, w_v in zip(x.split(leaf, 1), w.split(leaf, 1))
+        )
         z = z if b is None else z + b
     else:
-        z = F.linear(x, w, b)
+        z = matmul.linear(x, w, b)
     return (z, z.new_empty(0)) if activation == "none" else (activation_fwd(z, activation), z)
 
 
 def linear_dgrad_ref(dy: Tensor, w: Tensor, leaf: int | None = None) -> Tensor:
     """dy [M, N], w [N, K] -> dx [M, K]"""
-    return tree(dy_v.contiguous() @ w_v for dy_v, w_v in zip(dy.split(leaf, 1), w.split(leaf))) if leaf else dy @ w
+    if not leaf:
+        return matmul.mm(dy, w)
+    return tree(matmul.mm(dy_v.contiguous(), w_v) for dy_v, w_v in zip(dy.split(leaf, 1), w.split(leaf)))
 
 
 def linear_dgrad_act_ref(
@@ -92,14 +96,14 @@ def linear_dgrad_act_ref(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Through W and then through the activation before it: dy [M, N], w [N, K], z [M, K] (gated [M, 2K]) -> dz like z,
     db its columns' sums in the dtype ``bias`` or empty, act(z) [M, K] or empty."""
-    return activation_bwd(dy @ w, z, activation, rebuild=rebuild, bias=bias)
+    return activation_bwd(matmul.mm(dy, w), z, activation, rebuild=rebuild, bias=bias)
 
 
 def linear_wgrad_ref(
     dy: Tensor, x: Tensor, dtype: torch.dtype, bias: torch.dtype | None, fixed: bool = False
 ) -> tuple[Tensor, Tensor]:
     """dy [M, N], x [M, K] -> dW [N, K] in ``dtype``, db [N] in the dtype ``bias`` (empty if None)."""
-    return (dy.t() @ x).to(dtype), column_sum(dy, bias)
+    return matmul.mm(dy.t(), x).to(dtype), column_sum(dy, bias)
 
 
 ROWS = 512  # that a CPU widens at a time: few enough to be small beside the activations, enough for a GEMM
@@ -157,7 +161,7 @@ def _linear_dgrad_act_cpu(
     *places: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dz, y = (*places, None, None)[:2]
-    return _activation_bwd_cpu(dy @ w, z, activation, rebuild, bias=bias, dz=dz, y=y)
+    return _activation_bwd_cpu(matmul.mm(dy, w), z, activation, rebuild, bias=bias, dz=dz, y=y)
 
 
 def _check_fwd(x: Tensor, w: Tensor, b: Tensor | None, activation: str, leaf: int | None = None) -> None:

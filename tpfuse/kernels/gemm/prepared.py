@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..runtime import matmul
 from .activation import ACTIVATIONS, GATED
 
 Map = Callable[[Tensor], Tensor]  # x [M, K] -> y [M, N]
@@ -27,7 +28,7 @@ class Plain:
 
     def map(self, weight: Tensor, bias: Tensor | None) -> Map:
         """Returns x -> x W' + b."""
-        return lambda x: F.linear(x, weight, bias)
+        return lambda x: matmul.linear(x, weight, bias)
 
     def partial(self, weight: Tensor) -> Map:
         """Returns x -> x W', of which a sum over ranks is made."""

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..gemm.op import check_linear, column_sum, linear_fwd_tiles, linear_wgrad_add
+from ..runtime import matmul
 from ..runtime.function import Function, once_differentiable
 from ..runtime.main_grad import Main, mains, wanted
 from ..runtime.op import GEMM, acc_dtype, autocast, op
@@ -86,7 +87,7 @@ def _chunks(layer: Linear, loss: Loss) -> Iterator[tuple[slice, Tensor, Loss]]:
     x, w, b = layer
     for start, stop in vocabulary_chunks(len(x), len(w), ELEMENTS):
         tokens = slice(start, stop)
-        z = F.linear(x, w[tokens], None if b is None else b[tokens].to(x.dtype))
+        z = matmul.linear(x, w[tokens], None if b is None else b[tokens].to(x.dtype))
         yield tokens, z, loss._replace(first_token=loss.first_token + start)
 
 
@@ -96,7 +97,7 @@ def _stats_cpu(layer: Linear, labels: Tensor, loss: Loss) -> Tensor:
 
 def _bwd_cpu(layer: Linear, rows: Rows, loss: Loss, fixed: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     dw = torch.empty_like(layer.w)
-    dx, db = _bwd_by(layer, rows, loss, lambda dz, tokens: torch.mm(dz.t(), layer.x, out=dw[tokens]))
+    dx, db = _bwd_by(layer, rows, loss, lambda dz, tokens: matmul.mm(dz.t(), layer.x, out=dw[tokens]))
     return dx, dw, db
 
 
@@ -111,7 +112,7 @@ def _bwd_by(layer: Linear, rows: Rows, loss: Loss, wgrad: Callable[[Tensor, slic
     db = dx.new_empty(0 if b is None else len(w))
     for tokens, z, part in _chunks(layer, loss):
         dz = cross_entropy_bwd_ref(z, rows, part)
-        dx += dz @ w[tokens]
+        dx += matmul.mm(dz, w[tokens])
         wgrad(dz, tokens)
         if b is not None:
             db[tokens] = column_sum(dz, db.dtype)

@@ -22,6 +22,17 @@ LIMITS = {
     name: os.environ.get(name)
     for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
 }
+# Limits of oneDNN's instructions below which it has no GEMM of 16 bits.
+NARROW = "SSE41", "AVX", "AVX2", "AVX2_VNNI"
+SUPPORTED = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+
+
+@functools.cache
+def multiplies(dtype: torch.dtype) -> bool:
+    """Returns whether oneDNN multiplies matrices of bf16 or fp16 here, and torch not element by element."""
+    limit = LIMITS["ONEDNN_MAX_CPU_ISA"] or LIMITS["DNNL_MAX_CPU_ISA"] or ""
+    supported = getattr(torch.ops.mkldnn, SUPPORTED[dtype], None) if torch.backends.mkldnn.is_available() else None
+    return supported is not None and limit.upper() not in NARROW and bool(supported())
 
 
 def order_of_sums() -> dict[str, Any]:

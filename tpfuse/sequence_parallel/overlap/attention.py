@@ -7,8 +7,9 @@
 
 On a CPU attention goes tile by tile if a tile holds whole positions (m divisible by the batch), a peer's tile as its
 rows land: the gradients of k and v are then added in that order, own rows first, and k and v of all samples are held in
-attention's layout.  Elsewhere attention takes all rows at once, which a GPU's kernel needs to be filled.  Everything
-else is bitwise equal to the three plain ops if tiles agree, see :mod:`..overlap`.
+attention's layout.  Where attention is torch's own (attn/torch_cpu.py), and on a GPU, whose kernel needs to be filled,
+it takes all rows at once.  Everything else is bitwise equal to the three plain ops if tiles agree, see
+:mod:`..overlap`.
 """
 
 from typing import Any, NamedTuple
@@ -16,9 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...kernels.attn import torch_cpu
 from ...kernels.attn.cpu import BLOCK, Backward, Forward
 from ...kernels.attn.op import attention_bwd, attention_fwd
 from ...kernels.attn.options import Options, scores
+from ...kernels.runtime import matmul
 from ...kernels.runtime.op import GEMM, Cost, acc_dtype, new_vector, op
 from ..flight import Flight, pieces
 from ..records import LinearWeights, Projections, Run, WeightGrad, run
@@ -58,8 +61,8 @@ class Tiles:
             self._next[tile] = stop
 
 
-def _by_tiles(x: Tensor, m: int, batch: int) -> bool:
-    return x.is_cpu and m % batch == 0
+def _by_tiles(qkv: Tensor, m: int, options: Options) -> bool:
+    return qkv.is_cpu and m % options.batch == 0 and not torch_cpu.takes(qkv, options)
 
 
 def gather_attention_exchange_fwd_ref(
@@ -70,7 +73,7 @@ def gather_attention_exchange_fwd_ref(
     linear, w_out = LinearWeights(weights.w, weights.b, "none"), weights.w_out
     qkv, _ = steps.gather_and_multiply(f"{label} (n)", n, linear, group_name)
     qkv = qkv.view(R * m, -1, weights.heads_per_group, weights.head_width)
-    if not _by_tiles(qkv, m, options.batch):
+    if not _by_tiles(qkv, m, options):
         o, lse = attention_fwd(qkv, options)
         leaving = steps.outgoing(f"{label} (parts)", R * m, w_out, R, group_name=group_name)
         return steps.multiply_and_send(leaving, o, w_out).finish(), qkv, o, lse
@@ -107,11 +110,11 @@ def gather_attention_exchange_bwd_by(
     rows_of_n = steps.gather_in_background(f"{label} (n)", n, group_name)
     flight.post_all()
     rows_of_n.post_all()
-    work = Backward(do.flatten(0, 1), qkv, o, options) if _by_tiles(qkv, m, options.batch) else None
+    work = Backward(do.flatten(0, 1), qkv, o, options) if _by_tiles(qkv, m, options) else None
     tiles = None if work is None else Tiles(work, m)
 
     def multiply(dy: Tensor, tile: int, rows: slice) -> None:
-        torch.mm(dy, w_out, out=do[tile, rows])
+        matmul.mm(dy, w_out, out=do[tile, rows])
         if tiles is not None:
             tiles.attend(tile, rows.stop, ahead=False)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.gemm.op import activation_fwd, linear_dgrad_act
+from ...kernels.runtime import matmul
 from ...kernels.runtime.op import GEMM, Cost, acc_dtype, new_vector, op
 from ..flight import Flight, pieces
 from ..records import MLP, Run, WeightGrad, run
@@ -90,7 +91,7 @@ def gather_mlp_exchange_bwd_by(
         args = dy, w2, rows_of_z, activation, a is None, acc
         sums = linear_dgrad_act.write(places, *args, fixed=False)
         db1.add_(sums[1])
-        torch.mm(dz[tile, rows], w1, out=result)
+        matmul.mm(dz[tile, rows], w1, out=result)
 
     _through(incoming, leaving, multiply)
     dz = dz.flatten(0, 1)

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...collectives import named, start_all_gather
 from ...kernels.gemm.op import column_sum, linear_dgrad, linear_wgrad
 from ...kernels.norm.core import reduce_parts
+from ...kernels.runtime import matmul
 from ...kernels.runtime.op import GEMM, Cost, least, new_vector, op
 from ...parallel import TensorParallel, resolve
 from ..records import Run, WeightGrad
@@ -45,10 +46,10 @@ def linear_reduce_bwd_ref(
     def under_exchange() -> None:
         if second.dy is not None and second.x is not None:
             results.append(linear_wgrad(second.dy, second.x, w.dtype, None)[0])
-        torch.mm(dy[:, :half].t(), x, out=dw[:half])
+        matmul.mm(dy[:, :half].t(), x, out=dw[:half])
 
     def under_gather() -> None:
-        torch.mm(dy[:, half:].t(), x, out=dw[half:])
+        matmul.mm(dy[:, half:].t(), x, out=dw[half:])
         results.append(column_sum(dy, bias))
 
     dx = _sum_under(linear_dgrad(dy, w), (under_exchange, under_gather), _label(second), group)

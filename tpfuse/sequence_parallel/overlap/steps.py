@@ -3,11 +3,11 @@ cost of such an op."""
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...kernels.gemm.activation import width
 from ...kernels.gemm.op import activation_fwd
+from ...kernels.runtime import matmul
 from ...kernels.runtime.op import Cost, least, new_vector
 from ..flight import Flight, pieces
 from ..records import LinearWeights
@@ -15,10 +15,7 @@ from ..records import LinearWeights
 
 def gemm(x: Tensor, w: Tensor, b: Tensor | None, result: Tensor) -> None:
     """Writes x w' + b into ``result``."""
-    if b is None:
-        torch.mm(x, w.t(), out=result)
-    else:
-        torch.addmm(b.to(x.dtype), x, w.t(), out=result)
+    matmul.mm(x, w.t(), None if b is None else b.to(x.dtype), out=result)
 
 
 def gather_in_background(label: str, n: Tensor, group_name: str) -> Flight:

@@ -1,0 +1,90 @@
+"""torch's flash attention on a CPU: which calls take it, and that they have the definition's values."""
+
+import pytest
+import torch
+
+from tests.common import error
+from tests.kernels.common import RNG
+from tpfuse.kernels.attn import torch_cpu
+from tpfuse.kernels.attn.cpu import bwd_cpu, fwd_cpu
+from tpfuse.kernels.attn.op import attention_bwd, attention_fwd
+from tpfuse.kernels.attn.options import Options
+
+COS, SIN = torch.rand(2, 64, 3)
+ROTATED = dict(cos=COS, sin=SIN)
+ASKED = dict(
+    key_mask=torch.ones(2, 20, dtype=torch.bool), cu_seqlens=torch.tensor([0, 20]).int(), bias=torch.rand(1, 20, 20),
+    rng=RNG, window=20, softcap=9.0, leaves=2, tile=8,
+)  # fmt: skip
+
+
+def problem(batch, seq, G, Q, E, padding=0, dtype=torch.float32, **options):
+    M = batch * seq + padding
+    qkv, do = torch.randn(M, G, Q + 2, E).to(dtype), torch.randn(M, G * Q * E).to(dtype)
+    return qkv, do, Options(batch=batch, seq=seq, scale=0.3, **options)
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_nothing_else_may_be_asked_for(name):
+    qkv, _, options = problem(2, 20, 2, 2, 8, causal=True, **ROTATED)
+    assert torch_cpu.takes(qkv, options)
+    assert not torch_cpu.takes(qkv, options._replace(**{name: ASKED[name]}))
+
+
+@pytest.mark.parametrize(
+    "seq, causal, dtype, taken",
+    [
+        (256, True, torch.float32, True),
+        (257, True, torch.float32, False),
+        (767, True, torch.float32, False),
+        (768, True, torch.float32, True),
+        (512, False, torch.float32, True),
+        (0, False, torch.float32, False),
+        (64, True, torch.bfloat16, False),
+        (64, True, torch.float64, False),
+    ],
+)
+def test_lengths_and_dtypes(seq, causal, dtype, taken):
+    qkv, _, options = problem(1, seq, 1, 1, 4, causal=causal, dtype=dtype)
+    assert torch_cpu.takes(qkv, options) is taken
+
+
+@pytest.mark.parametrize(
+    "shape, options",
+    [
+        ((2, 7, 2, 1, 8), dict(causal=True)),
+        ((3, 33, 2, 3, 5), dict(causal=True, **ROTATED)),  # of five columns four are turned
+        ((1, 64, 1, 4, 16), dict(causal=False, **ROTATED, interleaved=True)),
+        ((2, 20, 2, 2, 8), dict(causal=True, **ROTATED, positions=torch.randint(0, 64, (40,)))),
+        ((1, 1, 1, 1, 3), dict(causal=True)),
+        ((1, 300, 2, 1, 8), dict(causal=False)),
+        ((2, 800, 1, 2, 16), dict(causal=True)),  # torch's blocks of 256 rows
+    ],
+)
+@pytest.mark.parametrize("padding", [0, 3])
+def test_values(shape, options, padding):
+    """Against the definition in fp64, as near as cpu.py's; rows of padding are 0 and are not read."""
+    if shape[-1] == 5:
+        options = options | dict(cos=COS[:, :2], sin=SIN[:, :2])
+    qkv, do, options = problem(*shape, padding=padding, **options)
+    rows = len(qkv) - padding
+    exact = options._replace(**{name: t.double() for name, t in zip(("cos", "sin"), options[3:5]) if t is not None})
+    o64, lse64 = attention_fwd.reference(qkv.double(), exact)
+    dqkv64 = attention_bwd.reference(do.double(), qkv.double(), o64, lse64, exact)
+    qkv[rows:], do[rows:] = torch.nan, torch.nan
+    o, lse = attention_fwd(qkv, options)
+    dqkv = attention_bwd(do, qkv, o, lse, options)
+    assert torch.equal(o, torch_cpu.fwd(qkv, options)[0])  # the path that was meant
+    assert not o[rows:].any() and not dqkv[rows:].any()
+    assert error(lse, lse64) <= 1e-5 and error(o[:rows], o64[:rows]) <= 1e-5
+    assert error(dqkv[:rows], dqkv64[:rows]) <= 1e-5
+    qkv[rows:], do[rows:] = 0, 0
+    assert error(fwd_cpu(qkv, options)[1], lse) <= 1e-5 and error(bwd_cpu(do, qkv, o, lse, options), dqkv) <= 1e-5
+
+
+def test_a_planted_mistake_is_seen(planted):
+    """Query heads in another order: o and dq are those of other heads, dk and dv of the kv head's sum."""
+    qkv, do, options = problem(2, 12, 2, 2, 8, causal=True)
+    right = attention_fwd.reference(qkv, options)[0]
+    planted("tpfuse.kernels.attn.torch_cpu._by_sample", lambda by_sample, *args: by_sample(*args).flip(1))
+    assert error(attention_fwd(qkv, options)[0], right) > 0.1

@@ -1,0 +1,63 @@
+"""torch's flash attention on a CPU, forward and backward: the path of plain fp32 calls, of lengths at which it is faster.
+
+It computes what ``causal``, ``scale`` and rotary positions ask for.  Whatever else is asked for is computed by cpu.py,
+also bits that depend on nothing beside a head (``leaves``), a query (``tile``) or a chunk of queries: torch chooses its
+blocks by the number of positions.  ``python -m bench.kernels.cpu`` compares the two.
+"""
+
+import torch
+from torch import Tensor
+
+from .options import Options
+from .reference import heads, rotate_both
+
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+SMALL_BLOCKS = range(257, 768)  # positions whose blocks of 64 rows are slower, under a causal mask, than cpu.py's of 128
+
+
+def takes(qkv: Tensor, options: Options) -> bool:
+    """Returns whether a call, forward and backward, is torch's."""
+    others = options.key_mask, options.cu_seqlens, options.bias, options.rng, options.window, options.softcap
+    plain = all(option is None for option in others) and not (options.leaves or options.tile)
+    faster = options.seq > 0 and not (options.causal and options.seq in SMALL_BLOCKS)
+    return plain and faster and options.batch > 0 and qkv.dtype == torch.float32
+
+
+def _operands(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns q, k and v [B G, Q, S, E], q and k rotated: a kv head of a sample is one of torch's samples, which all of
+    its Q query heads share."""
+    q, k, v = heads(qkv, options.batch, options.seq)
+    q, k = rotate_both(q, k, options, slice(0, options.seq))
+    q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+    return q, k.expand_as(q), v.expand_as(q)
+
+
+def _by_sample(x: Tensor, qkv: Tensor, options: Options) -> Tensor:
+    """Returns x [M, G Q E] as [B G, Q, S, E], a view."""
+    (_, G, slots, E), B, S = qkv.shape, options.batch, options.seq
+    return x[: S * B].view(S, B * G, slots - 2, E).permute(1, 2, 0, 3)
+
+
+def fwd(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    (M, G, slots, E), B, S = qkv.shape, options.batch, options.seq
+    by_sample, lse = _FLASH(*_operands(qkv, options), 0.0, options.causal, scale=options.scale)
+    o = (qkv.new_zeros if M > S * B else qkv.new_empty)(M, G * (slots - 2) * E)
+    _by_sample(o, qkv, options).copy_(by_sample)
+    return o, lse.reshape(B, G * (slots - 2), S)
+
+
+def bwd(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, options: Options) -> Tensor:
+    (M, G, slots, _), B, S = qkv.shape, options.batch, options.seq
+    do, o = (_by_sample(t, qkv, options) for t in (do, o))
+    q, k, v = _operands(qkv, options)
+    lse = lse.reshape(B * G, slots - 2, S)
+    grads = _FLASH_BACKWARD(do, q, k, v, o, lse, 0.0, options.causal, scale=options.scale)
+    dq, dk, dv = (t.unflatten(0, (B, G)) for t in grads)
+    if slots > 3:
+        dk, dv = (t.sum(2, keepdim=True) for t in (dk, dv))
+    dqkv = (qkv.new_zeros if M > S * B else qkv.new_empty)(qkv.shape)
+    dq, dk = rotate_both(dq, dk, options, slice(0, S), back=True)
+    for place, grad in zip(heads(dqkv, B, S), (dq, dk, dv), strict=True):
+        place.copy_(grad)
+    return dqkv

@@ -1,0 +1,66 @@
+"""Matrix products on a CPU, in 16 bits on any processor.
+
+torch multiplies 16-bit matrices fast where oneDNN has kernels for them.  Elsewhere (bf16 on AVX2 alone, fp16 on most)
+it adds element by element, up to a hundred times slower than fp32 (``python -m bench.kernels.cpu``).  There operands
+are widened to fp32, a block at a time, and the result is rounded once: products of 16-bit numbers are exact in fp32, so
+that this differs from oneDNN's in the order of a sum alone.
+"""
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .processor import SUPPORTED, multiplies
+
+BLOCK = 1 << 22  # elements of an operand that are widened at a time, 16 MiB in fp32
+FEW = 4  # rows below which a product with w' is dot products, which torch adds fast in any dtype
+
+
+def mm(a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Returns a [M, K] times b [K, N], plus ``bias`` [N], in their dtype; written to ``out`` where that is given."""
+    if not _widened(a) or (len(a) < FEW and b.stride(0) == 1):
+        return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
+    (M, K), N = a.shape, b.shape[1]
+    if out is None:
+        out = a.new_empty(M, N)
+    addend = None if bias is None else bias.float()
+    for rows in _blocks(M, K):
+        a_rows = a[rows].float()
+        for columns in _blocks(N, K):
+            b_columns = b[:, columns].float()
+            if addend is None:
+                out[rows, columns] = a_rows @ b_columns
+            else:
+                out[rows, columns] = torch.addmm(addend[columns], a_rows, b_columns)
+    return out
+
+
+def linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+    """Returns x [M, K] times w' of w [N, K], plus b [N], in their dtype."""
+    return mm(x, w.t(), b) if _widened(x) else F.linear(x, w, b)
+
+
+def bmm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """Returns a [G, M, K] times b [G, K, N] in their dtype; written to ``out`` where that is given."""
+    if not _widened(a):
+        return torch.bmm(a, b, out=out)
+    product = torch.bmm(a.float(), b.float())
+    return product.to(a.dtype) if out is None else out.copy_(product)
+
+
+def _widened(x: Tensor) -> bool:
+    """Returns whether products of x are made in fp32: never of tensors that hold no numbers, whose memory is counted as
+    that of any processor."""
+    return x.dtype in SUPPORTED and x.is_cpu and not multiplies(x.dtype) and not isinstance(x, FakeTensor)
+
+
+def _blocks(count: int, width: int) -> Iterator[slice]:
+    """Yields slices of ``count`` rows of so many elements, each of at most BLOCK elements or of one row."""
+    step = max(1, BLOCK // max(width, 1))
+    step -= step % 64 if step > 64 else 0
+    for start, stop in itertools.pairwise([*range(0, count, step), count]):
+        yield slice(start, stop)
