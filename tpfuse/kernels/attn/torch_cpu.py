@@ -1,4 +1,4 @@
-"""torch's flash attention on a CPU, forward and backward: the path of plain fp32 calls, of lengths at which it is faster.
+"""torch's flash attention on a CPU, forward and backward: the path of plain fp32 calls where it is faster.
 
 It computes what ``causal``, ``scale`` and rotary positions ask for.  Whatever else is asked for is computed by cpu.py,
 also bits that depend on nothing beside a head (``leaves``), a query (``tile``) or a chunk of queries: torch chooses its
@@ -13,7 +13,7 @@ from .reference import heads, rotate_both
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-SMALL_BLOCKS = range(257, 768)  # positions whose blocks of 64 rows are slower, under a causal mask, than cpu.py's of 128
+SMALL_BLOCKS = range(257, 768)  # positions whose blocks of 64 rows are slower than cpu.py's of 128 under a causal mask
 
 
 def takes(qkv: Tensor, options: Options) -> bool:
