@@ -40,7 +40,7 @@ def attention_pair(dtype: torch.dtype, seq: int, causal: bool) -> Pair:
 
         return call
 
-    return both(fwd_cpu, bwd_cpu), both(torch_cpu.fwd, torch_cpu.bwd), not torch_cpu.takes(qkv, options)
+    return both(fwd_cpu, bwd_cpu), both(torch_cpu.flash_fwd, torch_cpu.flash_bwd), not torch_cpu.takes(qkv, options)
 
 
 def product_pair(dtype: torch.dtype) -> Pair:
@@ -89,7 +89,7 @@ def main() -> None:
         for dtype in (torch.bfloat16, torch.float32):
             if not any(word in name for word in args.only):
                 continue
-            *calls, own = pair(dtype)
+            *calls, by_tpfuse = pair(dtype)
             for a, b in zip(calls[0](), calls[1](), strict=True):
                 torch.testing.assert_close(a, b, rtol=3e-2, atol=3e-2)
             times: list[list[float]] = [[], []]
@@ -100,7 +100,7 @@ def main() -> None:
                     seconds.append(1e3 * (time.process_time() - start))
             low, mid, high = statistics.quantiles([b / a for a, b in zip(*times, strict=True)], n=4)
             our_ms, aten_ms = map(statistics.median, times)
-            ratio, path = f"{mid:.2f} ({low:.2f} to {high:.2f})", "tpfuse" if own else "ATen"
+            ratio, path = f"{mid:.2f} ({low:.2f} to {high:.2f})", "tpfuse" if by_tpfuse else "ATen"
             print(f"| {name} | {str(dtype)[6:]} | {our_ms:.1f} | {aten_ms:.1f} | {ratio} | {path} |", flush=True)
 
 

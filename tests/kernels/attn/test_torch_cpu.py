@@ -74,7 +74,7 @@ def test_values(shape, options, padding):
     qkv[rows:], do[rows:] = torch.nan, torch.nan
     o, lse = attention_fwd(qkv, options)
     dqkv = attention_bwd(do, qkv, o, lse, options)
-    assert torch.equal(o, torch_cpu.fwd(qkv, options)[0])  # the path that was meant
+    assert torch.equal(o, torch_cpu.flash_fwd(qkv, options)[0])  # the path that was meant
     assert not o[rows:].any() and not dqkv[rows:].any()
     assert error(lse, lse64) <= 1e-5 and error(o[:rows], o64[:rows]) <= 1e-5
     assert error(dqkv[:rows], dqkv64[:rows]) <= 1e-5

@@ -52,7 +52,7 @@ def test_products(without, M, K, N, dtype):
 def test_a_place_is_filled(without):
     """Every second column of a larger matrix, of which the others stay."""
     x, w, place = random(40, 30), random(30, 25), torch.full((40, 50), 7.0, dtype=BF16)
-    assert torch.equal(matmul.mm(x, w, out=place[:, ::2]), place[:, ::2])
+    assert torch.equal(matmul.mm(x, w, place=place[:, ::2]), place[:, ::2])
     assert torch.equal(place[:, ::2], matmul.mm(x, w)) and (place[:, 1::2] == 7).all()
 
 
@@ -60,7 +60,7 @@ def test_batches(without):
     a, b = random(6, 9, 31), random(6, 31, 17)
     exact, place = torch.bmm(a.double(), b.double()), random(6, 9, 34)[..., ::2]
     torch.testing.assert_close(matmul.bmm(a, b).double(), exact, **rounded(exact, BF16))
-    matmul.bmm(a, b, out=place)
+    matmul.bmm(a, b, place=place)
     assert torch.equal(place, matmul.bmm(a, b))
 
 

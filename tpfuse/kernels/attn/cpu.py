@@ -68,7 +68,7 @@ def _at_once(a: Tensor, b: Tensor, leaves: int) -> Tensor:
 def _by_leaves(a: Tensor, b: Tensor, leaves: int) -> Tensor:
     output = a.new_empty(len(a), a.shape[1], b.shape[2])
     for pieces in zip(a.chunk(leaves), b.chunk(leaves), output.chunk(leaves), strict=True):
-        matmul.bmm(pieces[0], pieces[1], out=pieces[2])
+        matmul.bmm(pieces[0], pieces[1], place=pieces[2])
     return output
 
 

@@ -18,8 +18,8 @@ SMALL_BLOCKS = range(257, 768)  # positions whose blocks of 64 rows are slower t
 
 def takes(qkv: Tensor, options: Options) -> bool:
     """Returns whether a call, forward and backward, is torch's."""
-    others = options.key_mask, options.cu_seqlens, options.bias, options.rng, options.window, options.softcap
-    plain = all(option is None for option in others) and not (options.leaves or options.tile)
+    features = options.key_mask, options.cu_seqlens, options.bias, options.rng, options.window, options.softcap
+    plain = all(option is None for option in features) and not (options.leaves or options.tile)
     faster = options.seq > 0 and not (options.causal and options.seq in SMALL_BLOCKS)
     return plain and faster and options.batch > 0 and qkv.dtype == torch.float32
 
@@ -39,7 +39,7 @@ def _by_sample(x: Tensor, qkv: Tensor, options: Options) -> Tensor:
     return x[: S * B].view(S, B * G, slots - 2, E).permute(1, 2, 0, 3)
 
 
-def fwd(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+def flash_fwd(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     (M, G, slots, E), B, S = qkv.shape, options.batch, options.seq
     by_sample, lse = _FLASH(*_operands(qkv, options), 0.0, options.causal, scale=options.scale)
     o = (qkv.new_zeros if M > S * B else qkv.new_empty)(M, G * (slots - 2) * E)
@@ -47,7 +47,7 @@ def fwd(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     return o, lse.reshape(B, G * (slots - 2), S)
 
 
-def bwd(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, options: Options) -> Tensor:
+def flash_bwd(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, options: Options) -> Tensor:
     (M, G, slots, _), B, S = qkv.shape, options.batch, options.seq
     do, o = (_by_sample(t, qkv, options) for t in (do, o))
     q, k, v = _operands(qkv, options)

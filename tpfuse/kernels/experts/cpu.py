@@ -32,7 +32,7 @@ def _multiply(x: Tensor, matrices: Tensor, offsets: Tensor, y: Tensor) -> Tensor
     busy = [expert for expert, size in enumerate(sizes) if size]
     pieces = (t.split([sizes[expert] for expert in busy]) for t in (x, y))
     for expert, rows, place in zip(busy, *pieces, strict=True):
-        matmul.mm(rows, matrices[expert], out=place)
+        matmul.mm(rows, matrices[expert], place=place)
     return y
 
 
@@ -107,5 +107,5 @@ def experts_wgrad_cpu(sides: Sides, dtype: torch.dtype) -> Tensor:
     sizes = sides.offsets.diff().tolist()
     dw = dy.new_empty(len(sizes), dy.shape[1], x.shape[1])
     for place, dy_e, x_e in zip(dw, dy.split(sizes), x.split(sizes), strict=True):
-        matmul.mm(dy_e.t(), x_e, out=place)
+        matmul.mm(dy_e.t(), x_e, place=place)
     return dw

@@ -97,7 +97,7 @@ def _stats_cpu(layer: Linear, labels: Tensor, loss: Loss) -> Tensor:
 
 def _bwd_cpu(layer: Linear, rows: Rows, loss: Loss, fixed: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     dw = torch.empty_like(layer.w)
-    dx, db = _bwd_by(layer, rows, loss, lambda dz, tokens: matmul.mm(dz.t(), layer.x, out=dw[tokens]))
+    dx, db = _bwd_by(layer, rows, loss, lambda dz, tokens: matmul.mm(dz.t(), layer.x, place=dw[tokens]))
     return dx, dw, db
 
 

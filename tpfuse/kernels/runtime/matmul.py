@@ -20,23 +20,23 @@ BLOCK = 1 << 22  # elements of an operand that are widened at a time, 16 MiB in 
 FEW = 4  # rows below which a product with w' is dot products, which torch adds fast in any dtype
 
 
-def mm(a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Returns a [M, K] times b [K, N], plus ``bias`` [N], in their dtype; written to ``out`` where that is given."""
+def mm(a: Tensor, b: Tensor, bias: Tensor | None = None, place: Tensor | None = None) -> Tensor:
+    """Returns a [M, K] times b [K, N], plus ``bias`` [N], in their dtype; written to ``place`` where that is given."""
     if not _widened(a) or (len(a) < FEW and b.stride(0) == 1):
-        return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
+        return torch.mm(a, b, out=place) if bias is None else torch.addmm(bias, a, b, out=place)
     (M, K), N = a.shape, b.shape[1]
-    if out is None:
-        out = a.new_empty(M, N)
+    if place is None:
+        place = a.new_empty(M, N)
     addend = None if bias is None else bias.float()
     for rows in _blocks(M, K):
         a_rows = a[rows].float()
         for columns in _blocks(N, K):
             b_columns = b[:, columns].float()
             if addend is None:
-                out[rows, columns] = a_rows @ b_columns
+                place[rows, columns] = a_rows @ b_columns
             else:
-                out[rows, columns] = torch.addmm(addend[columns], a_rows, b_columns)
-    return out
+                place[rows, columns] = torch.addmm(addend[columns], a_rows, b_columns)
+    return place
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
@@ -44,12 +44,12 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     return mm(x, w.t(), b) if _widened(x) else F.linear(x, w, b)
 
 
-def bmm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Returns a [G, M, K] times b [G, K, N] in their dtype; written to ``out`` where that is given."""
+def bmm(a: Tensor, b: Tensor, place: Tensor | None = None) -> Tensor:
+    """Returns a [G, M, K] times b [G, K, N] in their dtype; written to ``place`` where that is given."""
     if not _widened(a):
-        return torch.bmm(a, b, out=out)
+        return torch.bmm(a, b, out=place)
     product = torch.bmm(a.float(), b.float())
-    return product.to(a.dtype) if out is None else out.copy_(product)
+    return product.to(a.dtype) if place is None else place.copy_(product)
 
 
 def _widened(x: Tensor) -> bool:

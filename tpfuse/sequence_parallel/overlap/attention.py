@@ -114,7 +114,7 @@ def gather_attention_exchange_bwd_by(
     tiles = None if work is None else Tiles(work, m)
 
     def multiply(dy: Tensor, tile: int, rows: slice) -> None:
-        matmul.mm(dy, w_out, out=do[tile, rows])
+        matmul.mm(dy, w_out, place=do[tile, rows])
         if tiles is not None:
             tiles.attend(tile, rows.stop, ahead=False)
 

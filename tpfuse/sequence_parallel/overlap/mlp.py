@@ -91,7 +91,7 @@ def gather_mlp_exchange_bwd_by(
         args = dy, w2, rows_of_z, activation, a is None, acc
         sums = linear_dgrad_act.write(places, *args, fixed=False)
         db1.add_(sums[1])
-        matmul.mm(dz[tile, rows], w1, out=result)
+        matmul.mm(dz[tile, rows], w1, place=result)
 
     _through(incoming, leaving, multiply)
     dz = dz.flatten(0, 1)

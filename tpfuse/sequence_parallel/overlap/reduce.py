@@ -46,10 +46,10 @@ def linear_reduce_bwd_ref(
     def under_exchange() -> None:
         if second.dy is not None and second.x is not None:
             results.append(linear_wgrad(second.dy, second.x, w.dtype, None)[0])
-        matmul.mm(dy[:, :half].t(), x, out=dw[:half])
+        matmul.mm(dy[:, :half].t(), x, place=dw[:half])
 
     def under_gather() -> None:
-        matmul.mm(dy[:, half:].t(), x, out=dw[half:])
+        matmul.mm(dy[:, half:].t(), x, place=dw[half:])
         results.append(column_sum(dy, bias))
 
     dx = _sum_under(linear_dgrad(dy, w), (under_exchange, under_gather), _label(second), group)

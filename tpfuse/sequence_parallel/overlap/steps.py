@@ -15,7 +15,7 @@ from ..records import LinearWeights
 
 def gemm(x: Tensor, w: Tensor, b: Tensor | None, result: Tensor) -> None:
     """Writes x w' + b into ``result``."""
-    matmul.mm(x, w.t(), None if b is None else b.to(x.dtype), out=result)
+    matmul.mm(x, w.t(), None if b is None else b.to(x.dtype), place=result)
 
 
 def gather_in_background(label: str, n: Tensor, group_name: str) -> Flight:
