@@ -40,7 +40,7 @@ def attention_pair(dtype: torch.dtype, seq: int, causal: bool) -> Pair:
 
         return call
 
-    return both(fwd_cpu, bwd_cpu), both(torch_cpu.flash_fwd, torch_cpu.flash_bwd), not torch_cpu.takes(qkv, options)
+    return both(fwd_cpu, bwd_cpu), both(torch_cpu.flash_fwd, torch_cpu.flash_bwd), not torch_cpu.is_plain(qkv, options)
 
 
 def product_pair(dtype: torch.dtype) -> Pair:

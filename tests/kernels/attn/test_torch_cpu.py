@@ -27,8 +27,8 @@ def problem(batch, seq, G, Q, E, padding=0, dtype=torch.float32, **options):
 @pytest.mark.parametrize("name", ASKED)
 def test_nothing_else_may_be_asked_for(name):
     qkv, _, options = problem(2, 20, 2, 2, 8, causal=True, **ROTATED)
-    assert torch_cpu.takes(qkv, options)
-    assert not torch_cpu.takes(qkv, options._replace(**{name: ASKED[name]}))
+    assert torch_cpu.is_plain(qkv, options)
+    assert not torch_cpu.is_plain(qkv, options._replace(**{name: ASKED[name]}))
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_nothing_else_may_be_asked_for(name):
 )
 def test_lengths_and_dtypes(seq, causal, dtype, taken):
     qkv, _, options = problem(1, seq, 1, 1, 4, causal=causal, dtype=dtype)
-    assert torch_cpu.takes(qkv, options) is taken
+    assert torch_cpu.is_plain(qkv, options) is taken
 
 
 @pytest.mark.parametrize(

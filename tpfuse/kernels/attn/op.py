@@ -77,13 +77,13 @@ def _of_queries_bwd_fake(
 
 
 def _fwd_cpu(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    if torch_cpu.takes(qkv, options):
+    if torch_cpu.is_plain(qkv, options):
         return torch_cpu.flash_fwd(qkv, options)
     return fwd_tiles(qkv, options) if options.tile else fwd_cpu(qkv, options)
 
 
 def _bwd_cpu(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, options: Options) -> Tensor:
-    return (torch_cpu.flash_bwd if torch_cpu.takes(qkv, options) else bwd_cpu)(do, qkv, o, lse, options)
+    return (torch_cpu.flash_bwd if torch_cpu.is_plain(qkv, options) else bwd_cpu)(do, qkv, o, lse, options)
 
 
 def _of_queries_fwd_cpu(q: Tensor, chunk: QueryChunk, options: Options) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 SMALL_BLOCKS = range(257, 768)  # positions whose blocks of 64 rows are slower than cpu.py's of 128 under a causal mask
 
 
-def takes(qkv: Tensor, options: Options) -> bool:
+def is_plain(qkv: Tensor, options: Options) -> bool:
     """Returns whether a call, forward and backward, is torch's."""
     features = options.key_mask, options.cu_seqlens, options.bias, options.rng, options.window, options.softcap
     plain = all(option is None for option in features) and not (options.leaves or options.tile)

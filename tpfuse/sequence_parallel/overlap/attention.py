@@ -62,7 +62,7 @@ class Tiles:
 
 
 def _by_tiles(qkv: Tensor, m: int, options: Options) -> bool:
-    return qkv.is_cpu and m % options.batch == 0 and not torch_cpu.takes(qkv, options)
+    return qkv.is_cpu and m % options.batch == 0 and not torch_cpu.is_plain(qkv, options)
 
 
 def gather_attention_exchange_fwd_ref(
