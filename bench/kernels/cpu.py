@@ -19,7 +19,9 @@ from tpfuse.kernels.attn import torch_cpu
 from tpfuse.kernels.attn.cpu import bwd_cpu, fwd_cpu
 from tpfuse.kernels.attn.options import Options
 from tpfuse.kernels.gemm.op import activation_bwd, activation_fwd
+from tpfuse.kernels.gemm.prepared import Dense, Plain, form_for
 from tpfuse.kernels.runtime import matmul
+from tpfuse.kernels.runtime.processor import multiplies
 
 aten = torch.ops.aten
 S, B, D, H, E, FFN = 512, 4, 768, 6, 64, 1536  # a rank's share of width 768, 12 heads, at R = 2
@@ -50,6 +52,22 @@ def product_pair(dtype: torch.dtype) -> Pair:
     return ours, lambda: (F.linear(x, w), dy @ w, dy.t() @ x), True
 
 
+def forms_pair(dtype: torch.dtype, rows: int) -> Pair | None:
+    """A gated MLP of generation: torch's linear and oneDNN's with its epilogues, on the weights as they are; None where
+    oneDNN does not multiply the dtype."""
+    if dtype != torch.float32 and not multiplies(dtype):
+        return None
+    width, ffn = 512, 1408
+    x, w1, w2 = (torch.randn(shape).to(dtype) for shape in ((rows, width), (ffn, 2, width), (width, ffn)))
+
+    def call_of(form: Plain) -> Call:
+        up, down = form.mlp(w1, None, "swiglu"), form.add(w2, None)
+        return lambda: (down(up(x), x.clone()),)
+
+    taken = type(form_for(dtype, rows=rows, times=1)) is Plain
+    return call_of(Plain()), call_of(Dense()), taken
+
+
 def swiglu_pair(dtype: torch.dtype) -> Pair:
     z, dy = torch.randn(S * B, 2 * FFN).to(dtype), torch.randn(S * B, FFN).to(dtype)
     gate, up = (x.contiguous() for x in z.view(-1, FFN, 2).unbind(2))
@@ -65,13 +83,17 @@ def swiglu_pair(dtype: torch.dtype) -> Pair:
     return ours, aten_call, True
 
 
-PAIRS: dict[str, Callable[[torch.dtype], Pair]] = {
+PAIRS: dict[str, Callable[[torch.dtype], Pair | None]] = {
     **{
         f"attention{', causal' * causal}, {seq} positions": functools.partial(attention_pair, seq=seq, causal=causal)
         for causal in (True, False)
         for seq in (64, 128, 256, 512, 1024, 2048)
     },
     "swiglu, value computed again in backward": swiglu_pair,
+    **{
+        f"forms of an MLP, {rows} rows (ATen: oneDNN's epilogues)": functools.partial(forms_pair, rows=rows)
+        for rows in (8, 256, 2048)
+    },
     f"a GEMM of {S} x {D} x {FFN}": product_pair,
 }
 
@@ -89,7 +111,10 @@ def main() -> None:
         for dtype in (torch.bfloat16, torch.float32):
             if not any(word in name for word in args.only):
                 continue
-            *calls, by_tpfuse = pair(dtype)
+            implementations = pair(dtype)
+            if implementations is None:
+                continue
+            *calls, by_tpfuse = implementations
             for a, b in zip(calls[0](), calls[1](), strict=True):
                 torch.testing.assert_close(a, b, rtol=3e-2, atol=3e-2)
             times: list[list[float]] = [[], []]

@@ -58,7 +58,8 @@ def test_the_first_map_of_an_mlp(form, activation):
         close(form.mlp(weight, bias, activation)(x), want, dtype)
 
 
-def test_a_copy_is_made_where_it_pays():
+def test_a_copy_is_made_where_it_pays(monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     kind = lambda *args: type(form_for(args[0], rows=args[1], times=args[2]))
     if prepared._has_onednn(torch.float32):
         assert kind(torch.float32, 1, 1000) is Transposed and kind(torch.float32, 5, 1000) is Packed
@@ -66,6 +67,16 @@ def test_a_copy_is_made_where_it_pays():
     if prepared._has_onednn(torch.bfloat16):
         assert kind(torch.bfloat16, 1, 1000) is Packed and kind(torch.bfloat16, 1000, 1) is Plain
     assert kind(torch.float64, 1, 1000) is kind(torch.float16, 1, 1000) is Plain
+
+
+def test_on_avx2_many_rows_are_torchs_in_fp32(monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert type(form_for(torch.float32, rows=64, times=1)) is type(form_for(torch.float32, rows=64, times=99)) is Plain
+    if prepared._has_onednn(torch.float32):
+        few = form_for(torch.float32, rows=5, times=99)
+        assert type(few) is Packed and not few.any_rows
+    if prepared._has_onednn(torch.bfloat16):
+        assert form_for(torch.bfloat16, rows=64, times=99).any_rows
 
 
 def test_without_onednn_torch_multiplies(monkeypatch):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..runtime import matmul
+from ..runtime.processor import multiplies
 from .activation import ACTIVATIONS, GATED
 
 Map = Callable[[Tensor], Tensor]  # x [M, K] -> y [M, N]
@@ -73,10 +74,8 @@ class Transposed(Plain):
 class Packed(Plain):
     """A second copy in the order in which oneDNN reads it for ``rows`` rows."""
 
-    any_rows = True
-
-    def __init__(self, rows: int):
-        self.rows = rows
+    def __init__(self, rows: int, any_rows: bool = True):
+        self.rows, self.any_rows = rows, any_rows
 
     def prepare(self, weight: Tensor) -> Tensor:
         return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), self.rows)
@@ -108,10 +107,8 @@ class Dense(Packed):
     """oneDNN's GEMM on the weight as it is, made contiguous: of a strided one oneDNN runs its reference, hundreds of
     times slower."""
 
-    any_rows = False
-
     def __init__(self) -> None:
-        super().__init__(rows=0)
+        super().__init__(rows=0, any_rows=False)
 
     def prepare(self, weight: Tensor) -> Tensor:
         return weight.contiguous()
@@ -134,13 +131,19 @@ PAYS = {Transposed: 32, Packed: 12}  # products of one weight from which a secon
 
 
 def form_for(dtype: torch.dtype, *, rows: int, times: int) -> Plain:
-    """Returns the form for so many products of so many rows each."""
-    if not _has_onednn(dtype):
+    """Returns the form for so many products of so many rows each.
+
+    On AVX2 alone oneDNN's fp32 GEMM of many rows is slower than torch's, which is MKL's: a gated MLP of width 512 takes
+    1.2 times as long at 256 and 2,048 rows (``python -m bench.kernels.cpu --only forms``).
+    """
+    is_fp32 = dtype == torch.float32
+    slow = is_fp32 and torch.backends.cpu.get_cpu_capability() == "AVX2"
+    if not _has_onednn(dtype) or (slow and rows >= MANY):
         return Plain()
-    copied = Transposed() if dtype == torch.float32 and rows == 1 else Packed(max(rows, 8))
+    copied = Transposed() if is_fp32 and rows == 1 else Packed(max(rows, 8), any_rows=not slow)
     if times >= PAYS[type(copied)]:
         return copied
-    return Dense() if dtype == torch.float32 and rows >= MANY else Plain()
+    return Dense() if is_fp32 and rows >= MANY else Plain()
 
 
 def _has_onednn(dtype: torch.dtype) -> bool:
@@ -148,4 +151,4 @@ def _has_onednn(dtype: torch.dtype) -> bool:
     backend = torch.backends.mkldnn
     if not (backend.is_available() and backend.enabled and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and multiplies(dtype))
