@@ -12,6 +12,7 @@ from tpfuse.kernels.attn.options import Options
 
 COS, SIN = torch.rand(2, 64, 3)
 ROTATED = dict(cos=COS, sin=SIN)
+MASK = torch.stack([torch.arange(40) < 29, torch.arange(40) % 3 > 0, torch.zeros(40, dtype=torch.bool)])
 ASKED = dict(
     key_mask=torch.ones(2, 20, dtype=torch.bool), cu_seqlens=torch.tensor([0, 20]).int(), bias=torch.rand(1, 20, 20),
     rng=RNG, window=20, softcap=9.0, leaves=2, tile=8,
@@ -28,6 +29,7 @@ def problem(batch, seq, G, Q, E, padding=0, dtype=torch.float32, **options):
 def test_nothing_else_may_be_asked_for(name):
     qkv, _, options = problem(2, 20, 2, 2, 8, causal=True, **ROTATED)
     assert torch_cpu.is_plain(qkv, options)
+    assert torch_cpu.is_plain(qkv, options._replace(causal=False, key_mask=ASKED["key_mask"]))
     assert not torch_cpu.is_plain(qkv, options._replace(**{name: ASKED[name]}))
 
 
@@ -59,6 +61,7 @@ def test_lengths_and_dtypes(seq, causal, dtype, taken):
         ((1, 1, 1, 1, 3), dict(causal=True)),
         ((1, 300, 2, 1, 8), dict(causal=False)),
         ((2, 800, 1, 2, 16), dict(causal=True)),  # torch's blocks of 256 rows
+        ((3, 40, 2, 2, 8), dict(causal=False, **ROTATED, key_mask=MASK)),  # of which one sample sees nothing
     ],
 )
 @pytest.mark.parametrize("padding", [0, 3])
@@ -76,10 +79,10 @@ def test_values(shape, options, padding):
     dqkv = attention_bwd(do, qkv, o, lse, options)
     assert torch.equal(o, torch_cpu.flash_fwd(qkv, options)[0])  # the path that was meant
     assert not o[rows:].any() and not dqkv[rows:].any()
-    assert error(lse, lse64) <= 1e-5 and error(o[:rows], o64[:rows]) <= 1e-5
-    assert error(dqkv[:rows], dqkv64[:rows]) <= 1e-5
+    torch.testing.assert_close(lse.double(), lse64, rtol=1e-5, atol=1e-5)
+    assert error(o[:rows], o64[:rows]) <= 1e-5 and error(dqkv[:rows], dqkv64[:rows]) <= 1e-5
     qkv[rows:], do[rows:] = 0, 0
-    assert error(fwd_cpu(qkv, options)[1], lse) <= 1e-5 and error(bwd_cpu(do, qkv, o, lse, options), dqkv) <= 1e-5
+    assert error(fwd_cpu(qkv, options)[0], o) <= 1e-5 and error(bwd_cpu(do, qkv, o, lse, options), dqkv) <= 1e-5
 
 
 def test_a_planted_mistake_is_seen(planted):

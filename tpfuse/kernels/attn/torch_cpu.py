@@ -1,14 +1,14 @@
 """torch's flash attention on a CPU, forward and backward: the path of plain fp32 calls where it is faster.
 
-It computes what ``causal``, ``scale`` and rotary positions ask for.  Whatever else is asked for is computed by cpu.py,
-also bits that depend on nothing beside a head (``leaves``), a query (``tile``) or a chunk of queries: torch chooses its
-blocks by the number of positions.  ``python -m bench.kernels.cpu`` compares the two.
+It computes what ``scale``, rotary positions, and ``causal`` or ``key_mask`` ask for.  Whatever else is asked for is
+computed by cpu.py, also bits that depend on nothing beside a head (``leaves``), a query (``tile``) or a chunk of
+queries: torch chooses its blocks by the number of positions.  ``python -m bench.kernels.cpu`` compares the two.
 """
 
 import torch
 from torch import Tensor
 
-from .options import Options
+from .options import INF, Options
 from .reference import heads, rotate_both
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -18,8 +18,9 @@ SMALL_BLOCKS = range(257, 768)  # positions whose blocks of 64 rows are slower t
 
 def is_plain(qkv: Tensor, options: Options) -> bool:
     """Returns whether a call, forward and backward, is torch's."""
-    features = options.key_mask, options.cu_seqlens, options.bias, options.rng, options.window, options.softcap
+    features = options.cu_seqlens, options.bias, options.rng, options.window, options.softcap
     plain = all(option is None for option in features) and not (options.leaves or options.tile)
+    plain = plain and not (options.causal and options.key_mask is not None)
     faster = options.seq > 0 and not (options.causal and options.seq in SMALL_BLOCKS)
     return plain and faster and options.batch > 0 and qkv.dtype == torch.float32
 
@@ -39,20 +40,32 @@ def _by_sample(x: Tensor, qkv: Tensor, options: Options) -> Tensor:
     return x[: S * B].view(S, B * G, slots - 2, E).permute(1, 2, 0, 3)
 
 
+def _mask(qkv: Tensor, options: Options) -> Tensor | None:
+    """Returns what is added to the scores [B G, 1, 1, S]: -inf where a key may not be seen."""
+    if options.key_mask is None:
+        return None
+    hidden = ~options.key_mask.repeat_interleave(qkv.shape[1], 0)
+    return qkv.new_zeros(hidden.shape).masked_fill_(hidden, -INF)[:, None, None]
+
+
 def flash_fwd(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     (M, G, slots, E), B, S = qkv.shape, options.batch, options.seq
-    by_sample, lse = _FLASH(*_operands(qkv, options), 0.0, options.causal, scale=options.scale)
+    mask = _mask(qkv, options)
+    by_sample, lse = _FLASH(*_operands(qkv, options), 0.0, options.causal, attn_mask=mask, scale=options.scale)
     o = (qkv.new_zeros if M > S * B else qkv.new_empty)(M, G * (slots - 2) * E)
     _by_sample(o, qkv, options).copy_(by_sample)
-    return o, lse.reshape(B, G * (slots - 2), S)
+    lse = lse.reshape(B, G * (slots - 2), S)
+    if options.key_mask is not None:
+        lse = lse.masked_fill(~options.key_mask.any(1)[:, None, None], INF)
+    return o, lse
 
 
 def flash_bwd(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, options: Options) -> Tensor:
     (M, G, slots, _), B, S = qkv.shape, options.batch, options.seq
     do, o = (_by_sample(t, qkv, options) for t in (do, o))
     q, k, v = _operands(qkv, options)
-    lse = lse.reshape(B * G, slots - 2, S)
-    grads = _FLASH_BACKWARD(do, q, k, v, o, lse, 0.0, options.causal, scale=options.scale)
+    lse, mask = lse.reshape(B * G, slots - 2, S), _mask(qkv, options)
+    grads = _FLASH_BACKWARD(do, q, k, v, o, lse, 0.0, options.causal, attn_mask=mask, scale=options.scale)
     dq, dk, dv = (t.unflatten(0, (B, G)) for t in grads)
     if slots > 3:
         dk, dv = (t.sum(2, keepdim=True) for t in (dk, dv))
