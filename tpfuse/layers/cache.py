@@ -10,6 +10,7 @@ from torch import Tensor
 from ..kernels.attn.op import attention_decode
 from ..kernels.attn.options import DecodeOptions
 from ..kernels.attn.tiles import Keys, TileOptions, attend_tiles
+from ..kernels.runtime import matmul
 from ..kernels.runtime.leaves import cut
 from ..kernels.runtime.op import acc_dtype
 
@@ -146,9 +147,10 @@ class KVCache:
         if seeing.softcap is None:
             o = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=seeing.scale)
         else:
+            q, k, v = matmul.operands(q, k, v)
             scale = q.shape[-1] ** -0.5 if seeing.scale is None else seeing.scale
             scores = seeing.softcap * torch.tanh((q @ k.mT).to(acc_dtype(q)) * (scale / seeing.softcap))
             o = scores.masked_fill(~visible, -torch.inf).softmax(-1).to(v.dtype) @ v
         if self.padded:
             o = o.masked_fill(~visible.any(-1, keepdim=True), 0)
-        return o.permute(2, 0, 1, 3).reshape(-1, o.shape[1] * o.shape[3])
+        return o.permute(2, 0, 1, 3).reshape(-1, o.shape[1] * o.shape[3]).to(self.kv.dtype)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.attn.options import as_key_mask
+from ..kernels.runtime import matmul
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.leaves import cut
 from ..kernels.runtime.op import acc_dtype
@@ -176,6 +177,7 @@ class CrossAttention(ParallelModule):
         """q [B, H, S, E] of ``positions`` [S], k and v [B, G, T, E] of heads from ``first_head`` on, mask bool [B, T]
         -> [B, H, S, E]"""
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        dtype, (q, k, v) = q.dtype, matmul.operands(q, k, v)
         visible = None if mask is None else mask.any(1)[:, None, None, None]
         if mask is not None and visible is not None:
             # Who sees nothing would get NaN: it sees all, and then counts nothing.
@@ -186,7 +188,7 @@ class CrossAttention(ParallelModule):
             s = (q @ k.transpose(-1, -2)).to(acc_dtype(q)) * self.head_width**-0.5
             probs = (s if mask is None else s.masked_fill(~mask, -torch.inf)).softmax(-1)
             o = (probs * self._mask(rng, probs, positions, first_head)).to(v.dtype) @ v
-        return o if visible is None else torch.where(visible, o, 0)
+        return (o if visible is None else torch.where(visible, o, 0)).to(dtype)
 
     @torch.no_grad()
     def _mask(self, rng: Tensor, probs: Tensor, positions: Tensor, first_head: int) -> Tensor:

@@ -10,6 +10,8 @@ from torch.profiler import ProfilerActivity, profile
 from bench.bits.kinds import KINDS
 from tests.common import error
 from tpfuse.kernels.runtime import matmul, processor
+from tpfuse.kernels.runtime.philox import make_rng
+from tpfuse.layers import CrossAttention
 from tpfuse.models import GPT
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -111,6 +113,21 @@ def test_nothing_is_left_to_torch(kind, monkeypatch):
         losses.append(model.eval()(ids, labels=ids).loss.detach())
     assert error(*losses) <= 2e-2
     assert sixteen_bits(run)  # what the profiler would have seen
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_cross_attention_too(dropout, monkeypatch):
+    """Products that autograd records: their operands are widened, and gradients come back in 16 bits."""
+    layer = CrossAttention(32, num_heads=4, dropout=dropout).to(BF16)
+    x, memory = random(6 * 2, 32).requires_grad_(), random(9 * 2, 32).requires_grad_()
+
+    def run():
+        y = layer(x, memory, batch=2, rng=make_rng(seed=0, step=0))
+        assert y.dtype == BF16
+        y.float().square().sum().backward()
+
+    monkeypatch.setattr(matmul, "multiplies", lambda dtype: False)
+    assert not sixteen_bits(run) and x.grad.dtype == memory.grad.dtype == BF16
 
 
 @pytest.mark.parametrize("limit, name", [("AVX2", "ONEDNN_MAX_CPU_ISA"), ("sse41", "DNNL_MAX_CPU_ISA")])

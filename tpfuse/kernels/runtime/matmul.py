@@ -52,10 +52,17 @@ def bmm(a: Tensor, b: Tensor, place: Tensor | None = None) -> Tensor:
     return product.to(a.dtype) if place is None else place.copy_(product)
 
 
+def operands(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Returns the operands of products that autograd records: in fp32 where torch would add them element by element."""
+    return tuple(x.float() for x in tensors) if _widened(tensors[0]) else tensors
+
+
 def _widened(x: Tensor) -> bool:
     """Returns whether products of x are made in fp32: never of tensors that hold no numbers, whose memory is counted as
-    that of any processor."""
-    return x.dtype in SUPPORTED and x.is_cpu and not multiplies(x.dtype) and not isinstance(x, FakeTensor)
+    that of any processor, nor in a graph that is compiled."""
+    if x.dtype not in SUPPORTED or not x.is_cpu or torch.compiler.is_compiling() or isinstance(x, FakeTensor):
+        return False
+    return not multiplies(x.dtype)
 
 
 def _blocks(count: int, width: int) -> Iterator[slice]:
