@@ -20,8 +20,8 @@ and both lie in one interval of cu_seqlens.  The mask of a probability is counte
 A chunk of queries lies at n contiguous positions of every sample: q [m, G, Q, E] with row (s - first) B + b, and kv
 [M, G, 2, E], k and v of all positions, not rotated.  It gives o [m, G Q E] and lse [B, H, n], and in backward dq in q's
 dtype and dkv [M, G, 2, E] in fp32 (fp64 for fp64): its own part, rotated back and not rounded, which callers add up
-over chunks.  o, lse and dq have the bits of a call over all positions, wherever the chunk begins and ends: its tiles,
-or on a CPU its blocks, are those of that call, with nothing in the rows of others.  dk and dv are equal to rounding.
+over chunks.  o, lse and dq have the bits of a call over all positions, unless that is torch's own, wherever the chunk
+begins and ends: its tiles, or on a CPU its blocks, are those of that call, with nothing in the rows of others.  dk and dv are equal to rounding.
 """
 
 from typing import Any
@@ -237,9 +237,9 @@ def attend_queries(q: Tensor, chunk: QueryChunk, options: Options) -> Tensor:
     holds k and v of all positions in rows s * batch + b; neither is rotated.  ``options``, of all positions too, are
     :func:`attention`'s arguments.  Returns o [m, G Q E] in q's dtype, 0 in rows of padding.
 
-    Bits: o and q's gradient are those of the matching rows of :func:`attention`, wherever chunks begin and end, on a
-    CPU and of the same kernels (a GPU's plain calls of :func:`attention` may take torch's own); so are masks.  kv's
-    gradient is this call's part, in fp32 until it is rounded to kv's dtype; parts add up to that of all queries.
+    Bits: o and q's gradient are those of the matching rows of :func:`attention`, wherever chunks begin and end, of
+    tpfuse's own implementations (plain calls of :func:`attention` may take torch's); so are masks.  kv's gradient is
+    this call's part, in fp32 until it is rounded to kv's dtype; parts add up to that of all queries.
 
     Raises ValueError where :func:`attention` would, for q and kv that are not alike, and for positions beyond seq.
     """
