@@ -17,11 +17,12 @@ its lse is +inf, so that exp(S - lse) is 0 in backward too.  Query i sees key j 
 and both lie in one interval of cu_seqlens.  The mask of a probability is counted by (query position, site <<
 16 | global query head, key position, sample), whatever the documents; nothing of it is saved.
 
-A chunk of queries lies at n contiguous positions of every sample: q [m, G, Q, E] with row (s - first) B + b, and kv
-[M, G, 2, E], k and v of all positions, not rotated.  It gives o [m, G Q E] and lse [B, H, n], and in backward dq in q's
+A chunk of queries lies at n contiguous positions of every sample: q [m, G, Q, E] with row (s - first) B + b, and kv [M,
+G, 2, E], k and v of all positions, not rotated.  It gives o [m, G Q E] and lse [B, H, n], and in backward dq in q's
 dtype and dkv [M, G, 2, E] in fp32 (fp64 for fp64): its own part, rotated back and not rounded, which callers add up
 over chunks.  o, lse and dq have the bits of a call over all positions, unless that is torch's own, wherever the chunk
-begins and ends: its tiles, or on a CPU its blocks, are those of that call, with nothing in the rows of others.  dk and dv are equal to rounding.
+begins and ends: its tiles, or on a CPU its blocks, are those of that call, with nothing in the rows of others.  dk and
+dv are equal to rounding.
 """
 
 from typing import Any
