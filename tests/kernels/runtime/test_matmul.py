@@ -76,6 +76,13 @@ def test_elsewhere_they_are_torchs(monkeypatch, dtype):
     assert torch.equal(matmul.bmm(x[None], w.t()[None]), torch.bmm(x[None], w.t()[None]))
 
 
+def test_two_dtypes_are_torchs_error(without):
+    matrix = torch.ones(5, 5)
+    for product, x in (matmul.mm, matrix), (matmul.linear, matrix), (matmul.bmm, matrix[None]):
+        with pytest.raises(RuntimeError, match="same dtype|expected scalar type"):
+            product(x.to(BF16), x.to(FP16))
+
+
 def test_memory(without, monkeypatch):
     """What is widened at a time has at most BLOCK elements, or is one row or column."""
     sizes, to_fp32 = [], torch.Tensor.float

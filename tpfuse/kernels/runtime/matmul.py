@@ -22,7 +22,7 @@ FEW = 4  # rows below which a product with w' is dot products, which torch adds 
 
 def mm(a: Tensor, b: Tensor, bias: Tensor | None = None, place: Tensor | None = None) -> Tensor:
     """Returns a [M, K] times b [K, N], plus ``bias`` [N], in their dtype; written to ``place`` where that is given."""
-    if not _widened(a) or (len(a) < FEW and b.stride(0) == 1):
+    if not _widened(a, b) or (len(a) < FEW and b.stride(0) == 1):
         return torch.mm(a, b, out=place) if bias is None else torch.addmm(bias, a, b, out=place)
     (M, K), N = a.shape, b.shape[1]
     if place is None:
@@ -41,12 +41,12 @@ def mm(a: Tensor, b: Tensor, bias: Tensor | None = None, place: Tensor | None = 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     """Returns x [M, K] times w' of w [N, K], plus b [N], in their dtype."""
-    return mm(x, w.t(), b) if _widened(x) else F.linear(x, w, b)
+    return mm(x, w.t(), b) if _widened(x, w) else F.linear(x, w, b)
 
 
 def bmm(a: Tensor, b: Tensor, place: Tensor | None = None) -> Tensor:
     """Returns a [G, M, K] times b [G, K, N] in their dtype; written to ``place`` where that is given."""
-    if not _widened(a):
+    if not _widened(a, b):
         return torch.bmm(a, b, out=place)
     product = torch.bmm(a.float(), b.float())
     return product.to(a.dtype) if place is None else place.copy_(product)
@@ -54,15 +54,15 @@ def bmm(a: Tensor, b: Tensor, place: Tensor | None = None) -> Tensor:
 
 def operands(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Returns the operands of products that autograd records: in fp32 where torch would add them element by element."""
-    return tuple(x.float() for x in tensors) if _widened(tensors[0]) else tensors
+    return tuple(x.float() for x in tensors) if _widened(*tensors) else tensors
 
 
-def _widened(x: Tensor) -> bool:
-    """Returns whether products of x are made in fp32: never of tensors that hold no numbers, whose memory is counted as
-    that of any processor, nor in a graph that is compiled."""
+def _widened(x: Tensor, *others: Tensor) -> bool:
+    """Returns whether products of these are made in fp32: never of several dtypes, which torch refuses, of tensors that
+    hold no numbers, whose memory is counted as that of any processor, nor in a graph that is compiled."""
     if x.dtype not in SUPPORTED or not x.is_cpu or torch.compiler.is_compiling() or isinstance(x, FakeTensor):
         return False
-    return not multiplies(x.dtype)
+    return all(other.dtype == x.dtype for other in others) and not multiplies(x.dtype)
 
 
 def _blocks(count: int, width: int) -> Iterator[slice]:
