@@ -57,12 +57,12 @@ def operands(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.float() for x in tensors) if _widened(*tensors) else tensors
 
 
-def _widened(x: Tensor, *others: Tensor) -> bool:
+def _widened(x: Tensor, *factors: Tensor) -> bool:
     """Returns whether products of these are made in fp32: never of several dtypes, which torch refuses, of tensors that
     hold no numbers, whose memory is counted as that of any processor, nor in a graph that is compiled."""
     if x.dtype not in SUPPORTED or not x.is_cpu or torch.compiler.is_compiling() or isinstance(x, FakeTensor):
         return False
-    return all(other.dtype == x.dtype for other in others) and not multiplies(x.dtype)
+    return all(factor.dtype == x.dtype for factor in factors) and not multiplies(x.dtype)
 
 
 def _blocks(count: int, width: int) -> Iterator[slice]:
