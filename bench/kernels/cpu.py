@@ -29,11 +29,14 @@ Call = Callable[[], tuple[torch.Tensor, ...]]
 Pair = tuple[Call, Call, bool]  # tpfuse's implementation, ATen's, and whether tpfuse takes its own
 
 
-def attention_pair(dtype: torch.dtype, seq: int, causal: bool) -> Pair:
-    """cpu.py's attention, and ATen's from and to the same layouts; the path that a call takes is marked."""
+def attention_pair(dtype: torch.dtype, seq: int, causal: bool, masked: bool = False) -> Pair:
+    """cpu.py's attention, and ATen's from and to the same layouts; the path that a call takes is marked.  ``masked``:
+    each sample is padded behind half of its positions or more."""
     batch = max(1, S * B // seq)
     qkv, do = torch.randn(seq * batch, H, 3, E).to(dtype), torch.randn(seq * batch, H * E).to(dtype)
-    options = Options(batch=batch, seq=seq, causal=causal, scale=E**-0.5)
+    lengths = torch.randint(seq // 2, seq + 1, (batch, 1))
+    mask = torch.arange(seq) < lengths if masked else None
+    options = Options(key_mask=mask, batch=batch, seq=seq, causal=causal, scale=E**-0.5)
 
     def both(forward: Callable, backward: Callable) -> Call:
         def call() -> tuple[torch.Tensor, ...]:
@@ -90,6 +93,10 @@ PAIRS: dict[str, Callable[[torch.dtype], Pair | None]] = {
         for seq in (64, 128, 256, 512, 1024, 2048)
     },
     "swiglu, value computed again in backward": swiglu_pair,
+    **{
+        f"attention, key mask, {seq} positions": functools.partial(attention_pair, seq=seq, causal=False, masked=True)
+        for seq in (128, 512)
+    },
     **{
         f"forms of an MLP, {rows} rows (ATen: oneDNN's epilogues)": functools.partial(forms_pair, rows=rows)
         for rows in (8, 256, 2048)

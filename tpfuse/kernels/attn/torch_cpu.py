@@ -49,6 +49,7 @@ def _mask(qkv: Tensor, options: Options) -> Tensor | None:
 
 
 def flash_fwd(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """Returns what attention_fwd does."""
     (M, G, slots, E), B, S = qkv.shape, options.batch, options.seq
     mask = _mask(qkv, options)
     by_sample, lse = _FLASH(*_operands(qkv, options), 0.0, options.causal, attn_mask=mask, scale=options.scale)
@@ -61,6 +62,7 @@ def flash_fwd(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
 
 
 def flash_bwd(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, options: Options) -> Tensor:
+    """Returns what attention_bwd does."""
     (M, G, slots, _), B, S = qkv.shape, options.batch, options.seq
     do, o = (_by_sample(t, qkv, options) for t in (do, o))
     q, k, v = _operands(qkv, options)

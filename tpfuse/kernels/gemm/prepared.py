@@ -134,7 +134,7 @@ def form_for(dtype: torch.dtype, *, rows: int, times: int) -> Plain:
     """Returns the form for so many products of so many rows each.
 
     On AVX2 alone oneDNN's fp32 GEMM of many rows is slower than torch's, which is MKL's: a gated MLP of width 512 takes
-    1.2 times as long at 256 and 2,048 rows (``python -m bench.kernels.cpu --only forms``).
+    1.3 times as long at 256 and 2,048 rows (``python -m bench.kernels.cpu --only forms``).
     """
     is_fp32 = dtype == torch.float32
     slow = is_fp32 and torch.backends.cpu.get_cpu_capability() == "AVX2"

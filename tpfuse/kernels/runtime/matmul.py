@@ -1,8 +1,8 @@
 """Matrix products on a CPU, in 16 bits on any processor.
 
 torch multiplies 16-bit matrices fast where oneDNN has kernels for them.  Elsewhere (bf16 on AVX2 alone, fp16 on most)
-it adds element by element, up to a hundred times slower than fp32 (``python -m bench.kernels.cpu``).  There operands
-are widened to fp32, a block at a time, and the result is rounded once: products of 16-bit numbers are exact in fp32, so
+it adds element by element, tens of times slower than fp32 (``python -m bench.kernels.cpu``).  There operands are
+widened to fp32, a block at a time, and the result is rounded once: products of 16-bit numbers are exact in fp32, so
 that this differs from oneDNN's in the order of a sum alone.
 """
 
@@ -45,7 +45,10 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
 
 
 def bmm(a: Tensor, b: Tensor, place: Tensor | None = None) -> Tensor:
-    """Returns a [G, M, K] times b [G, K, N] in their dtype; written to ``place`` where that is given."""
+    """Returns a [G, M, K] times b [G, K, N] in their dtype; written to ``place`` where that is given.
+
+    Operands are widened whole: attention, which multiplies so, hands over blocks.
+    """
     if not _widened(a, b):
         return torch.bmm(a, b, out=place)
     product = torch.bmm(a.float(), b.float())
