@@ -21,7 +21,7 @@ from ..kernels.norm.verbs import REDUCE_BIAS_DROPOUT_ADD_NORM as FUSED
 from ..kernels.replay import Composed
 from ..kernels.runtime.function import Function, once_differentiable
 from ..kernels.runtime.main_grad import Main, mains
-from ..kernels.runtime.op import acc_dtype, dtype_of
+from ..kernels.runtime.op import acc_dtype, dtype_of, in_dtype
 from ..kernels.runtime.philox import NO_MASK, Mask
 from ..parallel import TensorParallel
 from ..sequence_parallel.choice import choose
@@ -84,7 +84,7 @@ class Layer(NamedTuple):
 
     def _vector(self, x: Tensor | None) -> Tensor | None:
         """Returns a vector of rows; by leaves in fp32, in which the nodes of its gradient are added."""
-        return x if x is None or self.constants.bitwise is None else x.to(acc_dtype(x))
+        return x if x is None or self.constants.bitwise is None else in_dtype(x, acc_dtype(x))
 
 
 class Totals(NamedTuple):
@@ -289,7 +289,8 @@ def _shaped(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
     """Returns the gradient of a parameter in its shape and dtype; ops give empty ones for what is not there."""
     if gradient is None or parameter is None or gradient.numel() == 0:
         return None
-    return (gradient if gradient.dim() == parameter.dim() else gradient.view(parameter.shape)).to(parameter.dtype)
+    shaped = gradient if gradient.dim() == parameter.dim() else gradient.view(parameter.shape)
+    return in_dtype(shaped, parameter.dtype)
 
 
 def _adding(grads: WantedGrads, weight: Tensor | None, out_weight: Tensor | None) -> WantedGrads:

@@ -35,8 +35,8 @@ def test_it_is_attention(name):
 
 
 def test_gradients():
-    options = Options(batch=2, seq=7, scale=0.4, causal=True, rng=RNG, p=0.3, leaves=2, tile=12)
-    assert torch.autograd.gradcheck(lambda x: attend(x, options), qkv_of(2, 7).requires_grad_())
+    options = Options(batch=2, seq=3, scale=0.4, causal=True, rng=RNG, p=0.3, leaves=2, tile=2)
+    assert torch.autograd.gradcheck(lambda x: attend(x, options), qkv_of(2, 3).requires_grad_())
 
 
 def test_a_document_is_as_alone():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .options import INF, Options
-from .reference import heads, rotate_both
+from .reference import rotate_both
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -25,19 +25,33 @@ def is_plain(qkv: Tensor, options: Options) -> bool:
     return plain and faster and options.batch > 0 and qkv.dtype == torch.float32
 
 
+def _by_sample(rows: Tensor, qkv: Tensor, options: Options) -> Tensor:
+    """Returns rows of n slots a kv head, [M, G, n, E] or flat, as [B G, n, S, E], a view: a kv head of a sample is one
+    of torch's samples, which all of its Q query heads share."""
+    B, S = options.batch, options.seq
+    rows = rows if len(rows) == S * B else rows[: S * B]
+    return rows.reshape(S, B * qkv.shape[1], -1, qkv.shape[3]).permute(1, 2, 0, 3)
+
+
+def _slots(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns those of q, k and v of [B G, Q + 2, S, E], views."""
+    return x[:, :-2], x[:, -2:-1], x[:, -1:]
+
+
+def _rotated(q: Tensor, k: Tensor, options: Options, back: bool = False) -> tuple[Tensor, Tensor]:
+    """Returns q and k [B G, n, S, E] rotated, as they are without rotary positions."""
+    if options.cos is None:
+        return q, k
+    q, k = (t.unflatten(0, (options.batch, -1)) for t in (q, k))
+    q, k = rotate_both(q, k, options, slice(0, options.seq), back=back)
+    return q.flatten(0, 1), k.flatten(0, 1)
+
+
 def _operands(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns q, k and v [B G, Q, S, E], q and k rotated: a kv head of a sample is one of torch's samples, which all of
-    its Q query heads share."""
-    q, k, v = heads(qkv, options.batch, options.seq)
-    q, k = rotate_both(q, k, options, slice(0, options.seq))
-    q, k, v = (t.flatten(0, 1) for t in (q, k, v))
-    return q, k.expand_as(q), v.expand_as(q)
-
-
-def _by_sample(x: Tensor, qkv: Tensor, options: Options) -> Tensor:
-    """Returns x [M, G Q E] as [B G, Q, S, E], a view."""
-    (_, G, slots, E), B, S = qkv.shape, options.batch, options.seq
-    return x[: S * B].view(S, B * G, slots - 2, E).permute(1, 2, 0, 3)
+    """Returns q, k and v [B G, Q, S, E], q and k rotated."""
+    q, k, v = _slots(_by_sample(qkv, qkv, options))
+    q, k = _rotated(q, k, options)
+    return (q, k, v) if q.shape[1] == 1 else (q, k.expand_as(q), v.expand_as(q))
 
 
 def _mask(qkv: Tensor, options: Options) -> Tensor | None:
@@ -67,12 +81,11 @@ def flash_bwd(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, options: Options)
     do, o = (_by_sample(t, qkv, options) for t in (do, o))
     q, k, v = _operands(qkv, options)
     lse, mask = lse.reshape(B * G, slots - 2, S), _mask(qkv, options)
-    grads = _FLASH_BACKWARD(do, q, k, v, o, lse, 0.0, options.causal, attn_mask=mask, scale=options.scale)
-    dq, dk, dv = (t.unflatten(0, (B, G)) for t in grads)
+    dq, dk, dv = _FLASH_BACKWARD(do, q, k, v, o, lse, 0.0, options.causal, attn_mask=mask, scale=options.scale)
     if slots > 3:
-        dk, dv = (t.sum(2, keepdim=True) for t in (dk, dv))
+        dk, dv = (t.sum(1, keepdim=True) for t in (dk, dv))
     dqkv = (qkv.new_zeros if M > S * B else qkv.new_empty)(qkv.shape)
-    dq, dk = rotate_both(dq, dk, options, slice(0, S), back=True)
-    for place, grad in zip(heads(dqkv, B, S), (dq, dk, dv), strict=True):
+    dq, dk = _rotated(dq, dk, options, back=True)
+    for place, grad in zip(_slots(_by_sample(dqkv, qkv, options)), (dq, dk, dv), strict=True):
         place.copy_(grad)
     return dqkv

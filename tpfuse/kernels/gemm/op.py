@@ -23,7 +23,7 @@ from ..runtime import matmul
 from ..runtime.function import Function, once_differentiable
 from ..runtime.leaves import tree
 from ..runtime.main_grad import mains, wanted
-from ..runtime.op import ELEMENTWISE, GEMM, acc_dtype, as_rows, autocast, dtype_of, op
+from ..runtime.op import ELEMENTWISE, GEMM, acc_dtype, as_rows, autocast, dtype_of, in_dtype, op
 from ..runtime.tiles import check_alike, check_tiles_device, in_tiles
 from . import cost
 from .activation import ACTIVATIONS, GATED, PLAIN, width
@@ -37,7 +37,7 @@ from .triton_gemm import linear_dgrad_act_launch, linear_dgrad_launch, linear_fw
 def column_sum(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     """[M, N] -> [N], summed in fp32 and rounded to ``dtype``; empty if that is None."""
     acc = acc_dtype(x)
-    return x.new_empty(0, dtype=acc) if dtype is None else x.sum(0, dtype=acc).to(dtype)
+    return x.new_empty(0, dtype=acc) if dtype is None else in_dtype(x.sum(0, dtype=acc), dtype)
 
 
 def _gate_up(z: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,7 +73,7 @@ def linear_fwd_ref(
     x: Tensor, w: Tensor, b: Tensor | None, activation: str, leaf: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """-> y, z (empty for "none")."""
-    b = None if b is None else b.to(x.dtype)
+    b = None if b is None else in_dtype(b, x.dtype)
     if leaf:
         z = tree(
             matmul.linear(x_v.contiguous(), w_v.contiguous()) for x_v, w_v in zip(x.split(leaf, 1), w.split(leaf, 1))
@@ -103,7 +103,7 @@ def linear_wgrad_ref(
     dy: Tensor, x: Tensor, dtype: torch.dtype, bias: torch.dtype | None, fixed: bool = False
 ) -> tuple[Tensor, Tensor]:
     """dy [M, N], x [M, K] -> dW [N, K] in ``dtype``, db [N] in the dtype ``bias`` (empty if None)."""
-    return matmul.mm(dy.t(), x).to(dtype), column_sum(dy, bias)
+    return in_dtype(matmul.mm(dy.t(), x), dtype), column_sum(dy, bias)
 
 
 ROWS = 512  # that a CPU widens at a time: few enough to be small beside the activations, enough for a GEMM

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..runtime.function import Function, once_differentiable
 from ..runtime.leaves import check_leaves
-from ..runtime.op import ELEMENTWISE, NORM, Op, acc_dtype, dtype_of, new_vector, op, row_blocks, sum_parts
+from ..runtime.op import ELEMENTWISE, NORM, Op, acc_dtype, dtype_of, in_dtype, new_vector, op, row_blocks, sum_parts
 from ..runtime.philox import NO_MASK, FirstRow, Mask, active_rng, keep_rows, scale
 from .kinds import KINDS, normalize, normalize_backward
 from .records import ALONE, DROP, POST, PRE, Add, NormVectors, Recompute, Saved, Wanted, incoming
@@ -57,7 +57,7 @@ def fused_norm_fwd_ref(
     """
     if order == ALONE:
         n, mean, rstd = normalize(parts[0], norm)
-        return parts.new_empty(0), n.to(parts.dtype), mean, rstd
+        return parts.new_empty(0), in_dtype(n, parts.dtype), mean, rstd
     z = sum_parts(parts, as_tree=leaves > 0)
     if add.bias is not None:
         z += add.bias
@@ -68,13 +68,13 @@ def fused_norm_fwd_ref(
         z = drop(z, mask, add.residual)
     elif add.residual is not None:
         z += add.residual
-    h = z.to(parts.dtype if add.residual is None else add.residual.dtype)
+    h = in_dtype(z, parts.dtype if add.residual is None else add.residual.dtype)
     if norm.gamma is None:
         return h, h.new_empty(0), h.new_empty(0), h.new_empty(0)
     n, mean, rstd = normalize(h, norm)
     if mask.rng is not None and order == DROP:
         n = drop(n, mask)
-    return h, n.to(parts.dtype), mean, rstd
+    return h, in_dtype(n, parts.dtype), mean, rstd
 
 
 def _rounded(d: Tensor, dtype: torch.dtype, wanted: Wanted) -> Tensor:
@@ -115,10 +115,10 @@ def fused_norm_bwd_ref(
     dresidual = d.new_empty(0) if wanted.residual is None else d.to(wanted.residual, copy=True)
     if mask.rng is not None and order != DROP:
         d = drop(d, mask)
-    dparts = d.to(wanted.parts) if out is None else d.new_empty(0, dtype=wanted.parts)
+    dparts = in_dtype(d, wanted.parts) if out is None else d.new_empty(0, dtype=wanted.parts)
     if out is not None:
         out.copy_(d)
-    dbias = d.new_empty(0) if wanted.bias is None else d.sum(0).to(wanted.bias)
+    dbias = d.new_empty(0) if wanted.bias is None else in_dtype(d.sum(0), wanted.bias)
     return dparts, dresidual, dbias, dgamma, dbeta
 
 

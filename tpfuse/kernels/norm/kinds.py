@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..runtime.op import acc_dtype
+from ..runtime.op import acc_dtype, in_dtype
 from ..runtime.rules import NOT_NEGATIVE, check_number
 from .records import NormVectors, Saved
 
@@ -45,15 +45,16 @@ def check_kind(name: str, kind: str, eps: float = 0.0) -> None:
 
 
 def _scale(gamma: Tensor, kind: Kind, acc: torch.dtype) -> Tensor:
-    return gamma.to(acc) + kind.offset if kind.offset else gamma.to(acc)
+    gamma = in_dtype(gamma, acc)
+    return gamma + kind.offset if kind.offset else gamma
 
 
 def normalize(x: Tensor, norm: NormVectors) -> tuple[Tensor, Tensor, Tensor]:
     """x [m, D] -> y [m, D] in fp32, mean [m] (empty where the norm is not centred), rstd [m]."""
     assert norm.gamma is not None
     acc, kind = acc_dtype(x), KINDS[norm.kind]
-    xf, gamma = x.to(acc), _scale(norm.gamma, kind, acc)
-    beta = None if norm.beta is None else norm.beta.to(acc)
+    xf, gamma = in_dtype(x, acc), _scale(norm.gamma, kind, acc)
+    beta = None if norm.beta is None else in_dtype(norm.beta, acc)
     if kind.centred:
         y, mean, rstd = aten.native_layer_norm(xf, [x.shape[1]], gamma, beta, eps=norm.eps)
         return y, mean.view(-1), rstd.view(-1)
@@ -67,7 +68,7 @@ def normalize_backward(d: Tensor, saved: Saved, has_beta: bool) -> tuple[Tensor,
     h, mean, stored_rstd, gamma, name = saved
     assert h is not None and mean is not None and stored_rstd is not None and gamma is not None
     kind, rstd = KINDS[name], stored_rstd[:, None]
-    xf, g = h.to(d.dtype), _scale(gamma, kind, d.dtype)
+    xf, g = in_dtype(h, d.dtype), _scale(gamma, kind, d.dtype)
     if kind.centred:
         beta = g if has_beta else None  # its values are not read
         wanted = [True, True, has_beta]
@@ -78,4 +79,5 @@ def normalize_backward(d: Tensor, saved: Saved, has_beta: bool) -> tuple[Tensor,
         x_hat, dg = xf * rstd, d * g
         dx = rstd * (dg - x_hat * (dg * x_hat).mean(-1, keepdim=True))
         dgamma, dbeta = (d * x_hat).sum(0), d.sum(0) if has_beta else None
-    return dx, dgamma.to(gamma.dtype), dbeta.to(gamma.dtype) if has_beta else gamma.new_empty(0)
+    dbeta = in_dtype(dbeta, gamma.dtype) if has_beta else gamma.new_empty(0)
+    return dx, in_dtype(dgamma, gamma.dtype), dbeta

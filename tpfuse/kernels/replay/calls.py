@@ -12,6 +12,7 @@ A launcher that does what a tape cannot hold (it reads a value, or makes a host-
 """
 
 import functools
+import itertools
 import operator
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -219,7 +220,14 @@ class Composed(Replayed):
     watches or transforms calls of ops, they are made one by one."""
 
     def __call__(self, *args: Any) -> Any:
-        return super().__call__(*args) if eager() else self.launcher(*args)
+        return super().__call__(*args) if eager() and _may_launch(args) else self.launcher(*args)
+
+
+def _may_launch(args: Iterable[Any]) -> bool:
+    """Returns whether a call may start kernels, by its first tensor: of one on a CPU nothing else need be read."""
+    flat = itertools.chain.from_iterable(arg if isinstance(arg, tuple) else (arg,) for arg in args)
+    tensor = next((arg for arg in flat if isinstance(arg, Tensor)), None)
+    return tensor is not None and tensor.device.type in LAUNCHED
 
 
 def aligned(addresses: list[int]) -> bool:

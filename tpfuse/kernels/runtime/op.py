@@ -278,6 +278,11 @@ def acc_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns x in ``dtype``: itself where it has that, which ``x.to`` takes twenty times as long to find out."""
+    return x if x.dtype is dtype else x.to(dtype)
+
+
 def dtype_of(x: Tensor | None) -> torch.dtype | None:
     return None if x is None else x.dtype
 
@@ -308,8 +313,8 @@ def sum_parts(parts: Tensor, as_tree: bool = False) -> Tensor:
     if as_tree:
         return tree(parts.unbind(0)).to(acc_dtype(parts), copy=True)
     total = parts[0].to(acc_dtype(parts), copy=True)
-    for part in parts[1:]:
-        total += part
+    for rank in range(1, parts.shape[0]):
+        total += parts[rank]
     return total
 
 
