@@ -149,6 +149,7 @@ def test_an_update_that_16_bits_would_lose_is_not_lost():
     assert all(torch.equal(p.main_grad, 2 * found[f"lora.{name}"]) for name, p in layer.lora.named_parameters())
 
 
+@pytest.mark.slow
 def test_compiled():
     case = moe.CASES["many rows"]
     x, dy = moe.data(case, FP32)

@@ -144,6 +144,7 @@ def test_packed_documents_weigh_as_their_labels():
     assert abs(packed - (4 * alone[0] + 1 * alone[1]) / 5) < 1e-12
 
 
+@pytest.mark.slow
 def test_compiled():
     one_layer = config(num_hidden_layers=1)
     model, compiled = (GPT(one_layer, balance=SEQUENCE) for _ in range(2))

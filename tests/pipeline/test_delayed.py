@@ -118,6 +118,7 @@ def test_every_kind_of_model(ranks, kind):
     check(ranks, (2, 1, 1), MODELS[kind])
 
 
+@pytest.mark.slow
 def test_adapters_over_ranks_of_a_stage(ranks):
     check(ranks, (2, 1, 2), MODELS["llama"], lora=True, sequence_parallel=True)
 
@@ -127,6 +128,7 @@ def test_experts_over_replicas(ranks):
     check(ranks, (2, 2, 1), MODELS["mixtral"], over_replicas=True)
 
 
+@pytest.mark.slow
 def test_losses_of_balance_and_recompute(ranks):
     check(ranks, (2, 1, 1), MODELS["mixtral"], balance=ExpertBalance("sequence", 0.5, 0.1), recompute="full")
 

@@ -175,6 +175,7 @@ def test_what_is_refused_says_why(ranks):
         assert f"work 1 of rank {rank} cannot be run: it needs work 0, of another rank" in found["work"]
 
 
+@pytest.mark.slow
 def test_shampoo_of_pytorch_optimizer(ranks):
     (found, _) = ranks(2, shampoo, pipeline_fill.Options(ranks=2, micro_batches=4, layers=2, hidden=32, cycles=2))
     assert found["same"] and found["differs"]

@@ -415,6 +415,7 @@ def _late(world, op, data):
         return _forms(world, True, op, "plain", data)
 
 
+@pytest.mark.slow
 def test_a_slow_rank_changes_nothing(ranks):
     """The MLP, which gathers and exchanges in both directions."""
     op = "gather_mlp_exchange"

@@ -230,6 +230,7 @@ def through_checkpoints(world, dp, wrap, folder, begin, end):
     return whole(loop.model)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:load_checkpoint. training goes on")
 def test_checkpoints_at_other_splits(ranks, tmp_path):
     """(2, 2) with experts over both, then (1, 2), (1, 1), and replicas again: a run that was never interrupted."""
@@ -299,6 +300,7 @@ def sparse(world, send_all):
     return whole(loop.model)
 
 
+@pytest.mark.slow
 def test_sparse_gradients(ranks):
     for found, exact in zip(ranks(4, sparse, True), ranks(4, sparse, False), strict=True):
         assert_close(found, exact, F64)

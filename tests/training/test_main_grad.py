@@ -202,6 +202,7 @@ def test_autocast_rounds_no_gradient_either(ranks, R):
 # ---- the error that it is for ----
 
 
+@pytest.mark.slow
 def test_64_micro_batches_in_bf16_lose_what_fp32_keeps():
     plain, added = errors(64)
     assert plain > 1e-3

@@ -39,6 +39,7 @@ def in_fp32(world, dp):
     return {name: t for name, (t, _) in tensors.items()}
 
 
+@pytest.mark.slow
 def test_mixed_precision(ranks):
     (one,) = ranks(1, in_fp32, 1)
     for size in 2, 4:
@@ -63,6 +64,7 @@ def resumed(world, folder):
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_in_one_process(ranks, tmp_path):
     saved = ranks(4, trained, 2, "gpt2", F32, shard, tmp_path)[0][2]
     (weights,) = ranks(1, resumed, tmp_path)

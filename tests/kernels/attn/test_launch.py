@@ -487,6 +487,7 @@ def test_backward_draws_forwards_mask():
     torch.testing.assert_close(dv, mask_of(options, S, H).sum(1).float(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_shards_of_heads_and_samples():
     """Groups by first_head, a batch by first_sample: bitwise the whole's, forward and backward."""
     qkv, do, options = arguments("causal+dropout+rope", batch=2, S=10, G=2, Q=2)

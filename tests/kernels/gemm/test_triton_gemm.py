@@ -112,6 +112,7 @@ def test_low_precision(take, activation, dtype, taken):
                     assert a.dtype == b.dtype and (a - x).abs().max() <= 2 * (b - x).abs().max() + 1e-6
 
 
+@pytest.mark.slow
 def test_descriptors_and_pointers_give_the_same_bits(take, variants, monkeypatch):
     every = [c for activation in ("none", "gelu_tanh", "swiglu") for c in calls(*SHAPES[0], activation, torch.bfloat16)]
     by_descriptors = [op.launch(*arguments) for op, arguments in every]

@@ -147,6 +147,7 @@ def test_an_op_outside_of_stretches_is_refused(monkeypatch, tmp_path):
         page.write(SUBJECT, tmp_path / "page.html")
 
 
+@pytest.mark.slow
 def test_a_split_that_cannot_be_is_shown_and_one_asked_for_is_an_error(monkeypatch, tmp_path):
     only_one_variant(monkeypatch)
     monkeypatch.setattr(page, "RANKS", (3,))
@@ -188,6 +189,7 @@ def seen(data, tmp_path_factory):
     return driven(page.render(data), drive, tmp_path_factory.mktemp("browser"))
 
 
+@pytest.mark.slow
 def test_a_browser_shows_the_ledgers_totals(seen):
     for setting, columns in zip(SETTINGS, seen["seen"], strict=True):
         assert {title: numbers for title, numbers in columns.items() if title != "as chosen"} == counted(*setting)

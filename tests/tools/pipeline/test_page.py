@@ -130,6 +130,7 @@ def seen(compared, tmp_path_factory):
     return driven(page_of(ARGS, compared), drive, tmp_path_factory.mktemp("browser"))
 
 
+@pytest.mark.slow
 def test_a_browser_shows_the_simulators_numbers(seen, compared):
     for setting, totals in zip(SETTINGS, seen["seen"], strict=True):
         assert totals == expected(compared, *setting), setting

@@ -61,6 +61,7 @@ def test_errors_of_one_line(capsys, options, message):
     assert message in error and len([line for line in error.splitlines() if "error" in line]) == 1
 
 
+@pytest.mark.slow
 def test_no_plan_splits_experts_over_more_ranks_than_there_are():
     sizes = dict(vocab_size=96, max_positions=64, hidden_size=64, num_layers=2, num_heads=4, tie_embeddings=False)
     experts = dict(gated=True, activation="silu", mlp_bias=False, num_experts=2, experts_per_token=1)
