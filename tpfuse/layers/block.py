@@ -271,7 +271,7 @@ class TransformerBlock(ParallelModule):
             h, n = run(self.steps, runner, h, n)
             sums += runner.sums
         if not alone:
-            return h, n._replace(sums=sums)
+            return h, Normed(n.n, n.recompute, sums)
         return (h, sums[-1]) if call.router_sums else h
 
     def _is_one_node(self, h: Tensor, normed: Normed, call: Call) -> bool:

@@ -89,7 +89,7 @@ def _probabilities(
 def _dkdv_tile(
     dk, dv, k, v, q, do, lse_ptr, delta_ptr, i, start_m, start_n, keys, head,
     EDGE: tl.constexpr, STATIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
+    TRANSPOSED: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """Returns dk and dv with one tile of the group's query head i; q and do are Rows, or Columns where TRANSPOSED, and
     they, the pointers and head are those of head 0.  Q S, unlike other products, has 32 bits: that many rows of q would
@@ -97,7 +97,7 @@ def _dkdv_tile(
     S = head.S
     rows = start_m + tl.arange(0, BLOCK_M)
     inside, count = rows, S
-    if hasattr(head, "chunk"):
+    if CHUNKED:
         count = head.chunk.end - head.chunk.start
         if EDGE:
             inside = present(rows, head.chunk, S)
@@ -108,7 +108,7 @@ def _dkdv_tile(
         q = load_tile(Rows(q.ptr + i * STATIC.E_QK, q.stride), inside, S, EDGE, STATIC.E_QK, STATIC.BLOCK_E)
         do = load_tile(Rows(do.ptr + i * STATIC.E, do.stride), inside, S, EDGE, STATIC.E, STATIC.BLOCK_E)
     nearest = tl.minimum(rows, S - 1) if EDGE else rows
-    if EDGE and hasattr(head, "chunk"):
+    if EDGE and CHUNKED:
         nearest = tl.minimum(tl.maximum(rows, head.chunk.start), head.chunk.end - 1)
     lse2 = tl.load(lse_ptr + i * count + nearest) * LOG2_E
     delta = tl.load(delta_ptr + i * count + nearest)
@@ -154,6 +154,7 @@ def _dkdv_kernel(
     STATIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys of one group: its query heads one after the other, so that their sum has one order."""
+    CHUNKED: tl.constexpr = chunk is not None
     E: tl.constexpr = STATIC.E
     E_QK: tl.constexpr = STATIC.E_QK
     BLOCK_E: tl.constexpr = STATIC.BLOCK_E
@@ -192,7 +193,7 @@ def _dkdv_kernel(
     for _ in tl.range(0, Q * ((e - a) // BLOCK_M)):
         dk, dv = _dkdv_tile(
             dk, dv, k, v, q, do, lse_ptr, delta_ptr, i, start, start_n, keys, head,
-            False, STATIC, BLOCK_M, BLOCK_N, TRANSPOSED,
+            False, STATIC, BLOCK_M, BLOCK_N, TRANSPOSED, CHUNKED,
         )  # fmt: skip
         i, start = _next_tile(i, start + BLOCK_M, a, e)
     first_edge = tl.where(begin == a, e, begin)
@@ -200,7 +201,7 @@ def _dkdv_kernel(
     for _ in tl.range(0, Q * ((end - begin - (e - a)) // BLOCK_M)):
         dk, dv = _dkdv_tile(
             dk, dv, k, v, q, do, lse_ptr, delta_ptr, i, start, start_n, keys, head,
-            True, STATIC, BLOCK_M, BLOCK_N, TRANSPOSED,
+            True, STATIC, BLOCK_M, BLOCK_N, TRANSPOSED, CHUNKED,
         )  # fmt: skip
         start += BLOCK_M
         i, start = _next_tile(i, tl.where(start == a, e, start), first_edge, end)

@@ -22,12 +22,15 @@ from ..runtime.device import RankSum, load, sum_ranks
 from ..runtime.launch import launch, target
 from ..runtime.leaves import placed
 from ..runtime.op import Cost, dense, least, moved
-from ..runtime.philox import NO_MASK, Mask, keep_device, kernel_mask, mask_key_device
+from ..runtime.philox import NO_MASK, Mask, SplitKernelMask, keep_device, kernel_mask, mask_key_device
 from ..runtime.triton import tl, triton
 from ..runtime.tuning import tuned
 from .config import apply_config, fwd_chunks_config, fwd_config
 from .kinds import KINDS
 from .records import ALONE, DROP, PRE, Add, NormVectors, Recompute
+
+# A mask with as many fields is of rows in two pieces: Triton 3.6 has no hasattr of a record.
+SPLIT_FIELDS = tl.constexpr(len(SplitKernelMask._fields))
 
 # ---- records that kernels take ----
 
@@ -63,7 +66,7 @@ def drop(z, key, mask, rows, columns):
     else:
         k0, k1, first_sample = key
         row, batch = tl.cast(mask.first_row, tl.uint32) + rows.to(tl.uint32), tl.cast(mask.batch, tl.uint32)
-        if hasattr(mask, "split"):
+        if len(mask) == SPLIT_FIELDS:
             row = tl.where(rows < mask.split, row, row + tl.cast(mask.jump, tl.uint32))
         position, sample = row // batch, first_sample + row % batch
         column, word = columns.to(tl.uint32)[None, :], tl.cast(mask.site_head, tl.uint32)

@@ -31,7 +31,8 @@ def sum_ranks(parts_ptr, offsets, mask, stride_r, R: tl.constexpr):
         return _sum_tree(parts_ptr, offsets, mask, stride, R.size, MOST_PARTS).to(tl.float32)
     else:
         total = load(parts_ptr, offsets, mask)
-        for r in tl.static_range(1, R.size):
+        COUNT: tl.constexpr = R.size  # a record's field is a number to Triton 3.6
+        for r in tl.static_range(1, COUNT):
             total += load(parts_ptr + r * tl.cast(stride_r, tl.int64), offsets, mask)
         return total
 
