@@ -4,7 +4,7 @@ import pytest
 
 from tests.tools.plan.test_pieces import MODELS, job_of
 from tpfuse.kernels.runtime.launch import pretending
-from tpfuse.pipeline import SCHEDULES
+from tpfuse.pipeline.schedules import EVERY
 from tpfuse.tools.ledger import Pipe, Plan, dry_pipeline, dry_run
 from tpfuse.tools.plan.cluster import preset
 from tpfuse.tools.plan.costs import cost_model, optimizer_seconds
@@ -18,7 +18,7 @@ COSTS = cost_model(PIECES.cluster, pieces=PIECES)
 
 
 def load(job, split):
-    return Load(job, split, COSTS, Spans(PIECES(job, split), split=SCHEDULES[split.schedule].split))
+    return Load(job, split, COSTS, Spans(PIECES(job, split), split=EVERY[split.schedule].split))
 
 
 def states(job, split):
@@ -72,19 +72,20 @@ def test_state_of_experts_over_replicas(name, dp, optimizer):
         ("llama", "1f1b"),
         ("mixed", "1f1b"),
         ("mixed", "interleaved"),
-        *(("gpt2", s) for s in ("1f1b", "zbv", "chimera", "interleaved")),
+        *(("gpt2", s) for s in ("1f1b", "zbv", "chimera", "interleaved", "2bw")),
     ],
 )
 def test_state_and_activations_of_a_pipeline(name, schedule):
     """GPT-2's embedding is tied: schedules with both ends on a rank hold it once."""
-    job, chunks = job_of(name), SCHEDULES[schedule].chunks[0]
+    job, chunks = job_of(name), EVERY[schedule].chunks[0]
     split = Split(2, 2, 2, schedule, chunks, layers=(4 // (2 * chunks),) * 2 * chunks)
     ranks = dry_pipeline(job.config, Plan(tp=2, dp=2, seq=128), Pipe(2, schedule, 4))
     assert states(job, split) == [rank.state.total for rank in ranks]
     assert load(job, split).parameters.tolist() == [rank.parameters for rank in ranks]
-    # sharded by two, which divides all their rows; parameters and gradients are gathered
-    sharded = [rank.state.total / 2 + 2 * 2 * rank.parameters for rank in ranks]
-    assert states(job, split._replace(sharded=True)) == sharded
+    if schedule != "2bw":  # which FSDP is not built for
+        # sharded by two, which divides all their rows; parameters and gradients are gathered
+        sharded = [rank.state.total / 2 + 2 * 2 * rank.parameters for rank in ranks]
+        assert states(job, split._replace(sharded=True)) == sharded
     transient = load(job, split).transient
     if name == "mixed" and schedule == "interleaved":  # a stage of an MLP beside one of experts
         assert transient[1] > transient[2] and len(set(states(job, split))) == 2

@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
-from tpfuse.pipeline import SCHEDULES, order
-from tpfuse.pipeline.schedules import possible
+from tpfuse.pipeline import order
+from tpfuse.pipeline.schedules import EVERY, TRAINED, possible
 from tpfuse.tools.plan.in_flight import equivalent_count, in_flight, of_actions
 
 
 def cases(name):
     for ranks, chunks in ((2, 1), (3, 1), (4, 1), (6, 1), (2, 2), (3, 2), (4, 2), (2, 3), (4, 3)):
         for count in (1, 2, 4, 6, 10, 16, 21, 24, 28, 40, 66):
-            if chunks in SCHEDULES[name].chunks:
+            if chunks in EVERY[name].chunks:
                 try:
                     possible(name, ranks, count, chunks)
                 except ValueError:
@@ -19,7 +19,7 @@ def cases(name):
                 yield ranks, count, chunks
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", TRAINED)
 def test_counts_of_a_full_list(name):
     shortened = 0
     for ranks, count, chunks in cases(name):

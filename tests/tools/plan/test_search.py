@@ -82,6 +82,18 @@ def test_fixed_fields():
     )
 
 
+def test_gradients_one_step_late_are_asked_for():
+    """2bw waits for nothing, so that a search that took it would find it faster than 1F1B."""
+    job, costs = fake.job(4, 8), fake.costs(fake.PieceCosts((1.0,) * 4))
+    late = search(job, 4, costs, fixed=dict(schedule="2bw"), keep=100).steps
+    assert {s.split.schedule for s in late} == {"2bw"} and not any(s.split.sharded for s in late)
+    assert {s.split.pp for s in late} == {2, 4} and all(s.micro_batches >= 2 * (s.split.pp - 1) for s in late)
+    free = search(job, 4, costs, keep=1000).steps
+    assert "2bw" not in {s.split.schedule for s in free}
+    flushed = min(s.seconds for s in free if (s.split.pp, s.split.schedule) == (4, "1f1b"))
+    assert min(s.seconds for s in late if s.split.pp == 4) < flushed
+
+
 @pytest.mark.parametrize(
     "fixed, message",
     [

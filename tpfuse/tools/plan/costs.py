@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from ...pipeline.schedules import EVERY
 from ..ledger.aten import ELEMENTWISE
 from ..ledger.memory import BY_ELEMENTS
 from ..ledger.recorder import FORWARD, Entry
@@ -55,10 +56,11 @@ def cost_model(cluster: Cluster, *, share: float = MEMORY_SHARE, pieces: CostFun
 
 
 def state_bytes(job: Job, split: Split, elements: Elements) -> Any:
-    """Returns the bytes of a rank's state, a number or an array: parameters, gradients, optimizer, DDP's buckets of
-    gradients (which a pipeline does not have), and what FSDP has gathered."""
-    size = job.dtype.itemsize
-    element = 2 * size + BY_ELEMENTS[job.optimizer](size)
+    """Returns the bytes of a rank's state, a number or an array: parameters and gradients, of as many steps as the
+    schedule keeps, optimizer, DDP's buckets of gradients (which a pipeline does not have), and what FSDP has
+    gathered."""
+    size, versions = job.dtype.itemsize, EVERY[split.schedule].versions(split.pp)
+    element = 2 * size * versions + BY_ELEMENTS[job.optimizer](size)
     if not split.sharded:
         in_buckets = (elements.local - elements.experts) * (split.dp > 1 and split.pp == 1)
         return elements.local * element + in_buckets * size

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from ...kernels.runtime.errors import check
 from ...parallel import CP_KINDS
-from ...pipeline.schedules import SCHEDULES
+from ...pipeline.schedules import EVERY
 from ..ledger.dryrun import piece_block
 from ..ledger.text import Progress, duration, quantity, table
 from .costs import CostModel, cost_model
@@ -103,7 +103,7 @@ def formulas(plans: Plans, step: StepEstimate) -> str:
         f"pipeline rank {step.rank} of {split.pp} ends last; its passes of a micro-batch take {duration(busy / m)}",
         f"pipeline rank {fullest} holds most: state {quantity(memory.state, 'B')} + activations"
         f" {quantity(memory.activations, 'B')} of {quantity(plans.costs.limit, 'B')}"
-        + (", two copies of its stages" if SCHEDULES[split.schedule].chains == 2 else ""),
+        + (", two copies of its stages" if EVERY[split.schedule].chains == 2 else ""),
     ]
     return "\n".join([table(("part", "seconds", "share", "formula"), rows), *notes, *exchanged(job, split)])
 

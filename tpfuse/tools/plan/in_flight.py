@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...pipeline.action import BACKWARD, FORWARD, INPUT, KINDS, WEIGHT, Action
-from ...pipeline.schedules import SCHEDULES, Order, order
+from ...pipeline.schedules import EVERY, Order, begun, order
 
 Array = np.ndarray[Any, Any]
 _ROUNDS = 3  # rounds of micro-batches after which every schedule repeats (tests/tools/plan/test_in_flight.py)
@@ -37,7 +37,7 @@ def equivalent_count(schedule: str, ranks: int, micro_batches: int, chunks: int)
     known."""
     if schedule in ("gpipe", "chimera"):  # GPipe keeps all; Chimera's greedy order does not repeat soon
         return micro_batches
-    if len(SCHEDULES[schedule].chunks) > 1:  # the warm-up depends on the length of a round
+    if len(EVERY[schedule].chunks) > 1:  # the warm-up depends on the length of a round
         rounds = max(1, micro_batches // ranks)
         return micro_batches // rounds * min(rounds, _ROUNDS)
     return min(micro_batches, _ROUNDS * ranks * chunks)
@@ -59,7 +59,7 @@ def _of_order(schedule: str, ranks: int, count: int, chunks: int) -> tuple[InFli
 def ordered(schedule: str, ranks: int, micro_batches: int, chunks: int) -> Order:
     """Returns the order of a split; ``chunks`` counts where the schedule leaves a choice.  ValueError as
     :func:`order`."""
-    open_ = len(SCHEDULES[schedule].chunks) > 1
+    open_ = len(EVERY[schedule].chunks) > 1
     return order(schedule, ranks, micro_batches, chunks=chunks if open_ else None)
 
 
@@ -67,7 +67,9 @@ def of_actions(actions: Sequence[Action]) -> InFlight:
     """Returns the micro-batches in flight on a rank that does these actions."""
     positions = sorted({(a.chain, a.stage) for a in actions})
     number = {position: i for i, position in enumerate(positions)}
-    change = np.zeros((len(actions), len(positions), 2), dtype=np.int32)
-    for i, a in enumerate(actions):
+    change = np.zeros((len(actions) + 1, len(positions), 2), dtype=np.int32)  # the first: of the step before
+    for a in begun(actions):
+        change[0, number[a.chain, a.stage]] += _CHANGE[FORWARD]
+    for i, a in enumerate(actions, 1):
         change[i, number[a.chain, a.stage]] = _CHANGE[a.kind]
     return InFlight(np.array([stage for _, stage in positions]), np.unique(change.cumsum(0), axis=0))

@@ -34,7 +34,7 @@ from ...models.config.model import ModelConfig
 from ...models.model import Model
 from ...pipeline.action import KINDS
 from ...pipeline.placement import Chunk, Stage
-from ...pipeline.schedules import SCHEDULES, placement
+from ...pipeline.schedules import EVERY, placement
 from ..ledger.aten import COMMUNICATION
 from ..ledger.dryrun import Plan, fake_world, planned_model
 from ..ledger.layer import LayerKind, layer_kinds, with_layers
@@ -111,7 +111,7 @@ class LedgerCosts:
         model = job.config, job.dtype, split.tp, split.expert_replicas
         averaged = split.over_replicas and split.pp == 1
         sizes = *model, averaged, split.cp, split.cp_kind, job.seq, split.micro_batch
-        key = *sizes, split.saving, split.full, SCHEDULES[split.schedule].split
+        key = *sizes, split.saving, split.full, EVERY[split.schedule].split
         if model not in self._shapes:
             self._shapes[model] = piece_shapes(job, split)
         shapes = self._shapes[model]
@@ -197,7 +197,7 @@ def run_pieces(job: Job, split: Split) -> PieceRuns:
             if isinstance(layer, ParallelMoE) and split.pp == 1:  # whose replicas average gradients
                 layer.experts = layer.experts.with_divisor(layer.experts.replicas)
         needed = [_MIDDLE, _TWO, *[_FIRST] * (kind == first), *[_LAST] * (kind == last)]
-        chunks, waiting = model.stages.chunks, SCHEDULES[split.schedule].split
+        chunks, waiting = model.stages.chunks, EVERY[split.schedule].split
         return {stage: _stage(model, chunks[stage], plan, split=waiting) for stage in needed}
 
     with fake_world(split.tp, split.expert_replicas, cp=split.cp) as mesh:

@@ -21,7 +21,7 @@ import numpy as np
 from ...kernels.runtime.errors import check
 from ...layers.block import SAVING
 from ...parallel import CP_KINDS
-from ...pipeline.schedules import SCHEDULES, possible
+from ...pipeline.schedules import EVERY, SCHEDULES, TRAINED, WITHOUT_FLUSH, possible
 from ..ledger.dryrun import Plan
 from ..ledger.shapes import Shape
 from ..ledger.text import Progress, duration
@@ -34,7 +34,7 @@ from .step import Load, StepEstimate, micro_batches
 Fixed = Mapping[str, Any]  # fields of Split -> value
 NOTHING_FIXED: Fixed = MappingProxyType({})
 _CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    dict(schedule=tuple(SCHEDULES), saving=SAVING, cp_kind=CP_KINDS[1:])
+    dict(schedule=TRAINED, saving=SAVING, cp_kind=CP_KINDS[1:])
     | dict.fromkeys(("full", "sharded", "over_replicas"), (False, True))
 )
 
@@ -64,6 +64,8 @@ def search(
     cache: SpanCache | None = None,
 ) -> SearchResult:
     """Returns the ``keep`` fastest splits that have the values of ``fixed``; after Ctrl-C the fastest so far.
+
+    The schedule "2bw", whose gradients are one step late, is taken where ``fixed`` has it, and not searched.
 
     ``cache``: of another search of the same model by ``costs.pieces``.
 
@@ -118,11 +120,13 @@ def _splits(job: Job, devices: int, fixed: Fixed) -> Iterator[Split]:
     # Recomputed blocks keep only their inputs: "smallest" would make their passes longer and save nothing.
     savings = [*((saving, False) for saving in SAVING), (fixed.get("saving", SAVING[0]), True)]
     for split in _sized(job, devices, fixed):
-        pipelines = _pipelines(split, micro_batches(job, split), job.config.num_layers, fixed.get("chunks"))
+        pipelines = _pipelines(split, micro_batches(job, split), job.config.num_layers, fixed)
         replicas = (False, True) if split.dp * split.cp > 1 else (False,)
         over = (False, True) if split.dp > 1 and _can_be_over_replicas(job, split) else (False,)
         for pipelined, (saving, full), *flags in itertools.product(pipelines, savings, replicas, over):
             sharded, over_replicas = flags
+            if sharded and pipelined.schedule in WITHOUT_FLUSH:
+                continue  # is not built
             yield pipelined._replace(saving=saving, full=full, sharded=sharded, over_replicas=over_replicas)
 
 
@@ -152,18 +156,19 @@ def _can_be_over_replicas(job: Job, split: Split) -> bool:
     return split.cp == 1 and bool(counts) and all(n % (split.dp * split.tp) == 0 for n in counts)
 
 
-def _pipelines(split: Split, count: int, layers: int, chunks_fixed: int | None) -> Iterator[Split]:
+def _pipelines(split: Split, count: int, layers: int, fixed: Fixed) -> Iterator[Split]:
     """Yields ``split`` under each schedule that can run ``count`` micro-batches, with the fewest chunks, with those
-    that share the layers evenly, and with ``chunks_fixed``; without a pipeline, only once."""
+    that share the layers evenly, and with those of ``fixed``; without a pipeline, only once."""
     if split.pp == 1:
         yield split
         return
-    for name, schedule in SCHEDULES.items():
-        for chunks in schedule.chunks:
+    for name in (fixed["schedule"],) if "schedule" in fixed else SCHEDULES:
+        choices = EVERY[name].chunks
+        for chunks in choices:
             if split.pp * chunks > layers:
                 break
             even = layers % (split.pp * chunks) == 0
-            if (even or chunks in (schedule.chunks[0], chunks_fixed)) and _possible(name, split.pp, count, chunks):
+            if (even or chunks in (choices[0], fixed.get("chunks"))) and _possible(name, split.pp, count, chunks):
                 yield split._replace(schedule=name, chunks=chunks)
 
 
@@ -289,8 +294,9 @@ class _Search:
 
     def state(self, split: Split) -> float:
         """Returns a lower bound of the fullest rank's state: that of a rank with the mean's parameters."""
-        chains = SCHEDULES[split.schedule].chains
-        key = split.dp, split.cp, split.tp, split.pp, split.sharded, split.over_replicas, split.stages, chains
+        chains, versions = EVERY[split.schedule].chains, EVERY[split.schedule].versions(split.pp)
+        kinds = split.sharded, split.over_replicas, chains, versions
+        key = split.dp, split.cp, split.tp, split.pp, split.stages, *kinds
         if key not in self._state:
             simplest = Split(split.dp, split.tp, split.pp)
             simplest = simplest._replace(sharded=split.sharded, over_replicas=split.over_replicas)
@@ -337,11 +343,11 @@ class _Search:
         for flight in in_flight(split.schedule, split.pp, micro_batches(self.job, split), split.chunks):
             counts = flight.counts[..., 0].max(0)
             capacity += room // max(state + saved * counts[counts > 0].min(), 1e-9)
-        return capacity >= len(blocks) * SCHEDULES[split.schedule].chains
+        return capacity >= len(blocks) * EVERY[split.schedule].chains
 
     def _fitting(self, split: Split, spans: Spans) -> tuple[int, ...] | None:
         """Returns the fastest partition whose stages each fit into an even share of their rank's memory."""
-        chains, count = SCHEDULES[split.schedule].chains, split.stages
+        chains, count = EVERY[split.schedule].chains, split.stages
         most = np.zeros((count, 2))  # micro-batches in flight
         for flight in in_flight(split.schedule, split.pp, micro_batches(self.job, split), split.chunks):
             np.maximum.at(most, flight.stages, flight.counts.max(0))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...pipeline.action import BACKWARD, FORWARD, INPUT, KINDS, WEIGHT
-from ...pipeline.schedules import SCHEDULES
+from ...pipeline.schedules import EVERY
 from .split import ATTENTION, GEMM, PARTS, CostFunction, Elements, Job, PieceCost, Pieces, Split
 
 Array = np.ndarray[Any, Any]
@@ -202,7 +202,7 @@ class SpanCache:
     def spans(self, job: Job, split: Split, pieces: CostFunction) -> Spans:
         """Returns the spans of a split; ValueError where the model cannot be split so."""
         # Without a pipeline, and under some schedules, both ends are on one rank, which holds a tied embedding once.
-        schedule = SCHEDULES[split.schedule]
+        schedule = EVERY[split.schedule]
         tied = split.pp == 1 or schedule.v or schedule.chains > 1
         sizes = split.tp, split.cp, split.cp_kind, split.expert_replicas, split.micro_batch
         key = *sizes, split.saving, split.full, schedule.split, tied, split.pp == 1

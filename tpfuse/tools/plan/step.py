@@ -11,7 +11,8 @@ The rest follows how tpfuse runs it:
           Experts that are divided among replicas have no part in any of it
     cp    as tp: what attention exchanges, and the sum of the weights' gradients of each micro-batch
     tp    hidden by nothing; the exchanges of experts' rows count here, also where they are over dp x tp
-    steps follow one another: the optimizer, and a rank's waiting for others, count
+    steps follow one another: the optimizer, and a rank's waiting for others, count; without a flush (2bw) each rank
+          begins the next where it ends
 """
 
 from functools import lru_cache
@@ -22,7 +23,7 @@ import numpy as np
 from ...kernels.runtime.errors import check
 from ...pipeline.action import BACKWARD, FORWARD, KINDS
 from ...pipeline.clock import OrderArrays
-from ...pipeline.schedules import SCHEDULES, Order, placement
+from ...pipeline.schedules import EVERY, WITHOUT_FLUSH, Order, placement
 from ...pipeline.simulator import Timeline, simulate
 from .costs import CostModel
 from .in_flight import in_flight, ordered
@@ -31,6 +32,7 @@ from .split import PARTS, Elements, Job, Split
 
 PP, DP, OPTIMIZER = "pp", "dp", "optimizer"
 STEP_PARTS = *PARTS, PP, DP, OPTIMIZER
+_ROUNDING = 1e-12  # of a step's sum of parts
 _F, _B = KINDS.index(FORWARD), KINDS.index(BACKWARD)
 
 
@@ -145,23 +147,25 @@ class Load:
 
         A rank cannot start before a micro-batch's forward passes have come down to one of its stages, computes for all
         its busy time, and (where backward passes are whole, so that its last action is one) its last gradient still has
-        to go up to the first stage.
+        to go up to the first stage.  Without a flush it need not wait.
         """
         tail = self.copies + self.dp + self.update
+        if self.split.schedule in WITHOUT_FLUSH:
+            return float((self.busy + tail).max())
         start, finish = np.full((2, self.split.pp), np.inf)
         for chain in self.chains:
             hops = self.hop * (np.diff(chain) != 0)
             down, up = (np.cumsum([0.0, *(self.stages.seconds(kind)[:-1] + hops)]) for kind in (FORWARD, BACKWARD))
             np.minimum.at(start, list(chain), down)
             np.minimum.at(finish, list(chain), up + tail[chain[0]])
-        split = SCHEDULES[self.split.schedule].split
+        split = EVERY[self.split.schedule].split
         return float((start + self.busy + (tail if split else np.maximum(tail, finish))).max())
 
     @property
     def passes(self) -> tuple[list[float], list[float], list[float]]:
         """Seconds of each stage's F, I and W, as of :func:`simulate`; a backward pass that is whole counts as I."""
         F, B, I, W = (self.stages.seconds(kind).tolist() for kind in KINDS)  # noqa: E741
-        return (F, I, W) if SCHEDULES[self.split.schedule].split else (F, B, [0.0] * len(W))
+        return (F, I, W) if EVERY[self.split.schedule].split else (F, B, [0.0] * len(W))
 
     def order(self) -> Order:
         return ordered(self.split.schedule, self.split.pp, self.count, self.split.chunks)
@@ -174,13 +178,15 @@ class Load:
         """Runs the clock."""
         split = self.split
         clock = clock_of(split.schedule, split.pp, self.count, split.chunks)
-        _, ends = clock.run(clock.costs(dict(zip(KINDS, self.stages.passes.T))), self.hop)
+        starts, ends = clock.run(clock.costs(dict(zip(KINDS, self.stages.passes.T))), self.hop)
         finish = ends[clock.begins[1:] - 1] + self.copies + self.dp + self.update
+        if split.schedule in WITHOUT_FLUSH:
+            finish -= starts[clock.begins[:-1]]
         rank = int(finish.argmax())
         seconds, parts = float(finish[rank]), dict(zip(PARTS, self.parts[rank].tolist()))
         tail = {DP: float(self.dp[rank]), OPTIMIZER: float(self.update[rank])}
         waits = seconds - sum(parts.values()) - sum(tail.values())
-        parts |= {PP: waits if split.pp > 1 else 0.0} | tail
+        parts |= {PP: waits if split.pp > 1 and waits > _ROUNDING * seconds else 0.0} | tail
         return StepEstimate(
             split,
             self.count,
