@@ -124,6 +124,8 @@ def test_decoding_with_a_cache(ranks, R):
     [
         (8, (48, 12), "num_heads=12 is not divisible by tensor-parallel size 8; use 1, 2, 3, 4, 6 or 12"),
         (1, (50, 12), "hidden_size=50 is not divisible by num_heads=12"),
+        (1, (48, 0), "num_heads must be a positive integer, got 0"),
+        (1, (48, 12, -3), "num_kv_heads must be a positive integer, got -3"),
         (1, (48, 12, 5), "num_heads=12 is not divisible by num_kv_heads=5"),
         (
             4,
@@ -148,4 +150,11 @@ def test_dropout_needs_rng():
     layer = ParallelAttention(8, 2, dropout=0.1)
     with pytest.raises(ValueError, match="attention: dropout needs rng"):
         layer(torch.randn(4, 8), batch=2)
+    with pytest.raises(ValueError, match="dropout needs rng, an int64 tensor .*, got 3"):
+        layer(torch.randn(4, 8), batch=2, rng=3)
     layer.eval()(torch.randn(4, 8), batch=2)
+
+
+def test_ranks_are_a_record():
+    with pytest.raises(ValueError, match="ParallelAttention: tp must be a TensorParallel, .* got 2"):
+        ParallelAttention(8, 2, tp=2)

@@ -257,6 +257,20 @@ def test_masks_must_be_numbered():
         replica(ids, labels=ids)
 
 
+def test_a_step_of_too_few_micro_batches_is_named():
+    """As by a loop that steps its optimizer after each of them."""
+    model = GPT(KINDS["gpt2"], tp=TensorParallel(bitwise=8))
+    replica, optimizer = data_parallel(model, None, bitwise_micro_batches=4), torch.optim.SGD(model.parameters(), 0.1)
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    replica(ids, labels=ids, step=0, first_sample=0).loss.backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="a step has 4 micro-batches .*, and 1 came with step=0, the next with step=1"):
+        replica(ids, labels=ids, step=1, first_sample=0)
+    replica.zero_grad()
+    replica(ids, labels=ids, step=torch.tensor(1), first_sample=0).loss.backward()
+    replica(ids, labels=ids, step=1, first_sample=1).loss.backward()
+
+
 def too_many(world):
     try:
         data_parallel(Line(), dist.group.WORLD, bitwise_micro_batches=1 if world.rank else 2)

@@ -152,6 +152,8 @@ class ParallelAttention(ParallelModule):
     def _build(self, shape: AttentionShape, layer: int, init: Init) -> None:
         D, H, tp = shape.hidden_size, shape.num_heads, self.tp
         groups = H if shape.num_kv_heads is None else shape.num_kv_heads
+        for name, heads in (("num_heads", H), ("num_kv_heads", groups)):
+            check(heads >= 1, f"ParallelAttention: {name} must be a positive integer, got {heads!r}")
         check(
             shape.head_width is not None or D % H == 0,
             f"ParallelAttention: hidden_size={D} is not divisible by num_heads={H}",

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from ..collectives import all_reduce, copy, copy_within
+from ..kernels.runtime.errors import check
 from ..kernels.runtime.function import Function, once_differentiable
 from ..kernels.runtime.leaves import tree
 from ..kernels.runtime.main_grad import derived
@@ -55,6 +56,10 @@ class ParallelModule(nn.Module):
 
     def __init__(self, tp: TensorParallel | None):
         super().__init__()
+        check(
+            tp is None or isinstance(tp, TensorParallel),
+            f"{type(self).__name__}: tp must be a TensorParallel, such as TensorParallel(mesh['tp']), got {tp!r}",
+        )
         self.tp = TensorParallel() if tp is None else tp
         self.specs: dict[str, Spec] = {}
         self._agreement: Agreement | None = None

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..kernels.losses.op import check_ids
 from ..kernels.norm import norm_in
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.function import Function, once_differentiable
@@ -47,6 +48,7 @@ class StagedModel(Protocol):
     tp: TensorParallel
     groups: Groups
     blocks: nn.ModuleList
+    config: ModelConfig
     saving: str
     _shared: dict[str, Any]
 
@@ -237,6 +239,7 @@ class ModelStages:
             inputs.reduction in ("mean", "sum"), f"{name}: reduction={inputs.reduction!r} is not built over a pipeline"
         )
         check_tokens(name, inputs.input_ids)
+        check_ids(f"{name}: input_ids", inputs.tokens, model.config.vocab_size)
         batch = len(inputs.tokens)
         check(batch % count == 0, f"{name}: a batch of {batch} cannot be cut into {count} micro-batches")
         if packed is not None:

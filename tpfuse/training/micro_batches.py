@@ -25,6 +25,7 @@ class MicroBatchReplica(nn.Module):
         self.module, self.micro_batches, self._trees = module, trees.local * trees.size, trees
         self._record = CallRecord("data_parallel", trees.replicas)
         self._done, self._called, self._in_backward = 0, False, False
+        self._step: int | None = None  # that the calls of a step have been given
         for p in self._trees.trained.values():
             p.register_post_accumulate_grad_hook(self._accumulated)
         take_head_gradients(module, self._of_head)
@@ -81,6 +82,15 @@ class MicroBatchReplica(nn.Module):
         if self._done % self.local_micro_batches == 0:
             left = [path for path, p in self._trees.trained.items() if p.grad is not None]
             check(not left, f"{name}: {listed(left)} has a gradient when a step begins; call zero_grad() first")
+        step = kwargs.get("step")
+        step = None if step is None or (isinstance(step, Tensor) and not step.is_cpu) else int(step)
+        computed, count = self._done % self.local_micro_batches, self.local_micro_batches
+        check(
+            computed == 0 or step == self._step,
+            f"{name}: a step has {count} micro-batches on each replica, and {computed} came with step={self._step}, the"
+            f" next with step={step}; call the model {count} times before the optimizer, or zero_grad() to begin anew",
+        )
+        self._step = step
         if isinstance(self.module, Model) and self.module._drops():
             missing = [key for key in ("step", "first_sample") if kwargs.get(key) is None]
             check(

@@ -96,3 +96,13 @@ def test_a_planted_mistake_is_seen(planted):
 
     planted("tpfuse.kernels.attn.torch_cpu._operands", mixed)
     assert error(attention_fwd(qkv, options)[0], right) > 0.1
+
+
+@pytest.mark.parametrize("options", [dict(causal=True), dict(key_mask=MASK[:2])], ids=["causal", "key mask"])
+@pytest.mark.parametrize("G, Q", [(1, 1), (1, 3), (2, 3)])
+def test_results_lie_as_a_compiler_is_told(G, Q, options):
+    """torch's log-sum-exp has the strides of [batch, positions, heads]."""
+    qkv, do, options = problem(2, 40, G, Q, 8, padding=3, **options)
+    o, lse = attention_fwd(qkv, options)
+    assert torch_cpu.is_plain(qkv, options) and o.is_contiguous() and lse.is_contiguous()
+    assert attention_bwd(do, qkv, o, lse, options=options).is_contiguous()

@@ -126,6 +126,16 @@ def test_compile_inductor():
     common.assert_compiles(layer_norm, *(leaf(*s, dtype=FP32) for s in ((3, 7), (7,), (7,))), backend="inductor")
 
 
+def test_results_of_transposed_rows_lie_as_a_compiler_is_told():
+    x, none = torch.randn(1, 16, 8).mT, NormVectors()
+    h, *_ = REDUCE_BIAS_DROPOUT_ADD_NORM.fwd(x, Add(), none, Mask(), order=PRE)
+    wanted = Wanted(None, False, torch.float32, torch.float32)
+    dparts, dresidual, *_ = REDUCE_BIAS_DROPOUT_ADD_NORM.bwd(
+        x, None, Saved(None, None, None, None, "layer"), Mask(), order=PRE, wanted=wanted
+    )
+    assert all(t.is_contiguous() and torch.equal(t, x[0]) for t in (h, dparts, dresidual))
+
+
 def test_compile_under_autocast():
     """The fake kernels of an op see autocast too, and must not let it choose their dtypes."""
     inputs = [leaf(*s, dtype=FP32) for s in ((3, 7), (7,), (7,))]

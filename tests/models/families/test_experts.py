@@ -334,8 +334,13 @@ def test_fields_that_are_refused(change, message):
     ("olmoe", dict(shared_size=8), "a olmoe model of transformers has shared_size=None, got 8"),
     ("qwen2_moe", dict(shared_gate=False), "a qwen2_moe model of transformers has shared_gate=True, got False"),
     ("qwen3_moe", dict(layer_types=("full_attention", "sliding_attention")), "has one window for all layers"),
+    ("mixtral", dict(family="llama"), "a llama model of transformers has num_experts=None, got"),
 ])  # fmt: skip
-def test_what_a_family_cannot_write(name, change, message):
-    config = GPTConfig.from_hf(their_config(name).to_dict())
+def test_what_a_family_cannot_write(name, change, message, tmp_path):
+    config = replace(GPTConfig.from_hf(their_config(name).to_dict()), **change)
     with pytest.raises(ValueError, match=re.escape(message)):
-        replace(config, **change).to_hf()
+        config.to_hf()
+    if "family" in change:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            GPT(config).save_pretrained(tmp_path / "model")
+        assert not (tmp_path / "model").exists()

@@ -136,6 +136,19 @@ def test_prompts_padded_on_the_right_give_the_same(ranks, theirs):
         assert torch.equal(ranks(1, sample, path, right, right_mask.to(dtype) * 2, False, {})[0], want)
 
 
+def test_padding_comes_back_as_it_was_given(theirs):
+    """But for numbers that are no tokens, whose embedding is looked up; a pad token is said by its argument."""
+    _, path = theirs
+    model = GPT.from_pretrained(path)
+    ids, mask = prompts((5, 3))
+    ids[1, :2] = torch.tensor([7, -100])
+    width = ids.shape[1]
+    call = lambda **options: model.generate(ids, attention_mask=mask, max_new_tokens=2, **options)[1]
+    assert not mask[1, :2].any() and call()[:2].tolist() == [7, 0]
+    assert torch.equal(call()[2:width], ids[1, 2:])
+    assert call(pad_token_id=3)[:2].tolist() == [3, 3] and torch.equal(call()[width:], call(pad_token_id=3)[width:])
+
+
 def test_eos_ends_a_sequence_and_padding_follows(ranks, theirs):
     model, path = theirs
     ids, mask = prompts((8, 5, 1))

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import warnings
 from dataclasses import replace
 from unittest import mock
 
@@ -132,6 +133,39 @@ def test_the_model_alone_and_from_a_wrapper(tmp_path):
     assert_equal(whole(other), whole(model))
     assert_equal({k: v for k, v in state(other, theirs).items() if "exp_avg" in k}, moments)
     assert load_checkpoint(tmp_path / "nothing", other) is None
+
+
+def test_one_checkpoint_by_its_own_path(tmp_path):
+    """Not the latest of its folder, and no warning that there is a later one."""
+    model, optimizer = made(steps=1)
+    path = save_checkpoint(tmp_path, model, optimizer, step=1)
+    want = state(model, optimizer)
+    save_checkpoint(tmp_path, *made(steps=2, seed=7), step=2)
+    other, theirs = made()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load_checkpoint(path, other, theirs) == (1, None)
+    assert_equal(state(other, theirs), want)
+    (path / "saving.json").write_text("{}")
+    with pytest.raises(OSError, match="step-00000001 is a checkpoint that was not finished"):
+        load_checkpoint(path, other)
+    with pytest.raises(OSError, match="meta.json is a file, and not a folder of checkpoints"):
+        load_checkpoint(path / "meta.json", other)
+
+
+def elsewhere(world, path):
+    """Loads, rank 0 from a folder that is not there."""
+    model, _ = made()
+    try:
+        load_checkpoint(path if world.rank else f"{path}/nothing", model)
+    except OSError as error:
+        return str(error)
+
+
+def test_ranks_that_load_from_unlike_folders(ranks, tmp_path):
+    save_checkpoint(tmp_path, *made(steps=1), step=1)
+    first, second = ranks(2, elsewhere, str(tmp_path))
+    assert first == second and "has a checkpoint, and rank 0 sees none: all ranks must share one folder" in first
 
 
 def test_before_the_first_step_there_is_no_state(tmp_path):

@@ -69,7 +69,7 @@ def flash_fwd(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     by_sample, lse = _FLASH(*_operands(qkv, options), 0.0, options.causal, attn_mask=mask, scale=options.scale)
     o = (qkv.new_zeros if M > S * B else qkv.new_empty)(M, G * (slots - 2) * E)
     _by_sample(o, qkv, options).copy_(by_sample)
-    lse = lse.reshape(B, G * (slots - 2), S)
+    lse = lse.reshape(B, G * (slots - 2), S).contiguous()
     if options.key_mask is not None:
         lse = lse.masked_fill(~options.key_mask.any(1)[:, None, None], INF)
     return o, lse

@@ -28,7 +28,19 @@ from torch import Tensor
 
 from ..runtime.function import Function, once_differentiable
 from ..runtime.leaves import check_leaves
-from ..runtime.op import ELEMENTWISE, NORM, Op, acc_dtype, dtype_of, in_dtype, new_vector, op, row_blocks, sum_parts
+from ..runtime.op import (
+    ELEMENTWISE,
+    NORM,
+    Op,
+    acc_dtype,
+    copied,
+    dtype_of,
+    in_dtype,
+    new_vector,
+    op,
+    row_blocks,
+    sum_parts,
+)
 from ..runtime.philox import NO_MASK, FirstRow, Mask, active_rng, keep_rows, scale
 from .kinds import KINDS, normalize, normalize_backward
 from .records import ALONE, DROP, POST, PRE, Add, NormVectors, Recompute, Saved, Wanted, incoming
@@ -100,7 +112,7 @@ def fused_norm_bwd_ref(
         return by_leaves(fused_norm_bwd_ref, BackwardRows(dn, dh, saved, mask, out=out), order, wanted)
     inside = order in (POST, DROP)  # dh, too, comes through the norm
     gradient = incoming(dn, dh)
-    d = gradient.to(acc_dtype(gradient), copy=True) if dn is None else sum_parts(dn, as_tree=wanted.leaves > 0)
+    d = copied(gradient, acc_dtype(gradient)) if dn is None else sum_parts(dn, as_tree=wanted.leaves > 0)
     dgamma, dbeta = d.new_empty(0), d.new_empty(0)
     if dn is not None and dh is not None and inside:
         d = _rounded(d.add_(dh), dh.dtype, wanted)
@@ -112,7 +124,7 @@ def fused_norm_bwd_ref(
         d += dh
     if wanted.residual is not None and not inside:
         d = _rounded(d, wanted.residual, wanted)
-    dresidual = d.new_empty(0) if wanted.residual is None else d.to(wanted.residual, copy=True)
+    dresidual = d.new_empty(0) if wanted.residual is None else copied(d, wanted.residual)
     if mask.rng is not None and order != DROP:
         d = drop(d, mask)
     dparts = in_dtype(d, wanted.parts) if out is None else d.new_empty(0, dtype=wanted.parts)

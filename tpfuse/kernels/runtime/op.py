@@ -283,6 +283,11 @@ def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype is dtype else x.to(dtype)
 
 
+def copied(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a contiguous copy of x in ``dtype``, whatever x's strides: those that an op's fake result has."""
+    return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
 def dtype_of(x: Tensor | None) -> torch.dtype | None:
     return None if x is None else x.dtype
 
@@ -311,8 +316,8 @@ def sum_parts(parts: Tensor, as_tree: bool = False) -> Tensor:
     ``as_tree``: as a binary tree, each node rounded to parts' dtype (:mod:`.leaves`), then widened.
     """
     if as_tree:
-        return tree(parts.unbind(0)).to(acc_dtype(parts), copy=True)
-    total = parts[0].to(acc_dtype(parts), copy=True)
+        return copied(tree(parts.unbind(0)), acc_dtype(parts))
+    total = copied(parts[0], acc_dtype(parts))
     for rank in range(1, parts.shape[0]):
         total += parts[rank]
     return total

@@ -163,8 +163,8 @@ def make_rng(
 
 
 def check_rng(name: str, rng: Tensor | None) -> None:
-    if rng is None or rng.shape != (3,) or rng.dtype != torch.int64:
-        got = None if rng is None else f"{rng.dtype} {tuple(rng.shape)}"
+    if not isinstance(rng, Tensor) or rng.shape != (3,) or rng.dtype != torch.int64:
+        got = f"{rng.dtype} {tuple(rng.shape)}" if isinstance(rng, Tensor) else repr(rng)
         raise ValueError(f"{name}: dropout needs rng, an int64 tensor (seed, step, first_sample), got {got}")
 
 

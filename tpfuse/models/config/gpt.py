@@ -191,6 +191,8 @@ class GPTConfig(ModelConfig):
             self._check_fixed("kv_heads", self.num_heads)
         if "head_width" not in family.hf_keys:
             self._check_fixed("head_size", self.hidden_size // self.num_heads)
+        if not family.has_experts:
+            self._check_fixed("num_experts", None)
         if family.rotary:
             if self.rope is None:
                 raise ValueError(

@@ -80,7 +80,7 @@ def save(model: ModelFiles, path: Path, shard_bytes: int | None = None) -> None:
     gathered, where ``path`` cannot be written; RankEnded (over gloo) on the others where a rank ends meanwhile.
     """
     groups = model.groups.all()
-    together(lambda: _check_merged(model), groups)
+    together(lambda: _check_storable(model), groups)
     stages = model.groups.pp(_CALLER)
     rank = 0 if stages is None else stages.rank()
     leads = model.groups.writes and rank == 0
@@ -107,7 +107,9 @@ def save(model: ModelFiles, path: Path, shard_bytes: int | None = None) -> None:
         together(lambda: None if new is None else _finish(model, new, shards_of), groups)
 
 
-def _check_merged(model: ModelFiles) -> None:
+def _check_storable(model: ModelFiles) -> None:
+    """Raises the ValueError of adapters, and of a config that the family's files cannot say."""
+    model.config.to_hf()
     if any(m.adapter is not None for m in model.module.modules() if isinstance(m, Adaptable)):
         raise ValueError(
             f"{_CALLER}: the model has adapters; use save_adapter for them, or merge_lora to have them in the weights"

@@ -121,8 +121,9 @@ def checked(
     order = torch.sort(mask.int(), dim=1, stable=True).indices  # padding first, tokens in their order
     ids, mask = input_ids.gather(1, order), mask.gather(1, order)
     check_ids("generate: input_ids", ids.masked_fill(~mask, 0), vocab)
+    filler = torch.where((ids < 0) | (ids >= vocab), 0, ids) if pad is None else torch.full_like(ids, pad)
     return GenerationRequest(
-        ids.masked_fill(~mask, 0 if pad is None else pad),
+        torch.where(mask, ids, filler),  # padding as it was given, unless a call says which it is
         mask,
         padded=attention_mask is not None,
         new=new,

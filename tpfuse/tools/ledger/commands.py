@@ -20,6 +20,8 @@ from .recorder import mue
 from .shapes import Shape, layers_by_mlp
 from .text import quantity, table
 
+SEQ = 2048  # positions, where neither a call nor the model says less
+
 # ---- options of several commands ----
 
 
@@ -77,7 +79,7 @@ def _add_step(p: Options) -> None:
     _add_sizes(p)
     add_context(p)
     _add_imbalance(p)
-    cli.add_seq(p, 2048)
+    cli.add_count(p, "--seq", f"positions in a sequence (default: {SEQ}, or fewer where the model has no more)")
     cli.add_count(p, "--micro-batch", "sequences that a replica runs at once", 1)
     add_over_replicas(p)
     add_dtype(p)
@@ -104,6 +106,11 @@ def plan_of(args: Namespace, tp: int, dp: int, micro_batch: int, optimizer: str 
         cp_kind=args.cp_kind,
         over_replicas=args.over_replicas,
     )
+
+
+def _settle_seq(args: Namespace, config: ModelConfig) -> None:
+    if args.seq is None:
+        args.seq = min(SEQ, config.most_positions or SEQ)
 
 
 def _step_plan(args: Namespace) -> dryrun.Plan:
@@ -222,6 +229,7 @@ def _cases(plan: dryrun.Plan) -> list[_Case]:
 
 def _run_memory(args: Namespace) -> None:
     config = load_config(args.model)
+    _settle_seq(args, config)
     plan = _step_plan(args).settled(config)
     kinds, unit = layers_by_mlp(config).values(), plan.seq * plan.micro_batch * config.hidden_size
     rows, values, bars = [], {}, {}
@@ -286,6 +294,7 @@ def _run_dryrun(args: Namespace) -> None:
         raise ValueError("dryrun: --sweep is of even experts over tp; leave out --imbalance and --over-replicas")
     if args.plot and args.pp > 1:
         raise ValueError("dryrun: --plot draws one rank, and --pp asks for several")
+    _settle_seq(args, config)
     run = _run_sweep if args.sweep else _run_stages if args.pp > 1 else _run_rank
     run(args, config)
 

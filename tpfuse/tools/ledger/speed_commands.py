@@ -36,7 +36,7 @@ def _run_mfu(args: Namespace) -> None:
     if args.model is None:
         return _show_published(args)
     if args.batch is None or args.seconds is None:
-        raise ValueError("mfu: --model needs --batch and --seconds too")
+        raise ValueError("--model needs --batch and --seconds too")
     config = load_config(args.model)
     peak = mfu.PEAK[args.device] if args.peak_tflops is None else args.peak_tflops * 1e12
     u = mfu.utilization(

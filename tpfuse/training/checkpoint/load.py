@@ -14,7 +14,7 @@ from . import background as thread
 from . import state, version1
 from .conditions import check_config, conditions, warn_of_differences
 from .errors import named
-from .folder import META, read_latest, warn_of_newer
+from .folder import META, SAVING, read_latest, warn_of_newer
 from .hooks import HookState, Reading, put_hook, read_hook
 from .meta import Meta, files_of, has_contents, opened, read_text
 from .pending import check_pending, read_pending
@@ -32,6 +32,8 @@ def load_checkpoint(
     hook: OkTopk | None = None,
 ) -> tuple[int, Any] | None:
     """Restores the latest checkpoint in place; returns (step, extra), or None where there is none.
+
+    ``directory`` is the folder that checkpoints are saved in, or one checkpoint in it, as save_checkpoint returns it.
 
     The tensor-parallel, data-parallel and pipeline-parallel sizes and the schedule may differ from those that wrote it.
     ``optimizer``: one, or a list in the order in which they were saved.  Without it only the model is restored, and
@@ -51,12 +53,14 @@ def load_checkpoint(
         thread.raise_earlier(directory, ranks)
         latest = ranks.on_first(lambda: _find(directory))
         if latest is None:
+            ranks.together(lambda: _check_none(directory))
             return None
         path, raw = directory / latest[0], latest[1]
         ranks.together(lambda: _check_same(path / META, raw))
         checkpoint = _Checkpoint(path, opened(path / META, raw), ranks)
         old = checkpoint.meta["version"] == 1
-        ranks.on_first(lambda: warn_of_newer(path))
+        if path != directory:
+            ranks.on_first(lambda: warn_of_newer(path))
         if old and ranks.rank == 0:
             version1.warn(path)
         entries = state.entries_of(model)
@@ -98,9 +102,24 @@ class _LoadedState(NamedTuple):
 
 
 def _find(directory: Path) -> tuple[str, bytes] | None:
-    """Returns the latest checkpoint's name and its meta.json."""
-    name = read_latest(directory)
+    """Returns the latest checkpoint's name in ``directory``, "" where that is a checkpoint, and its meta.json.
+
+    OSError for a directory that is none, and for a checkpoint that was never finished.
+    """
+    if directory.exists() and not directory.is_dir():
+        raise OSError(f"{directory} is a file, and not a folder of checkpoints")
+    if (directory / SAVING).exists():
+        raise OSError(f"{directory} is a checkpoint that was not finished")
+    name = "" if (directory / META).exists() else read_latest(directory)
     return None if name is None else (name, read_text(directory / name / META))
+
+
+def _check_none(directory: Path) -> None:
+    """OSError where this rank sees a checkpoint and rank 0 sees none."""
+    if _find(directory) is not None:
+        raise OSError(
+            f"{directory} of {host()[0]} has a checkpoint, and rank 0 sees none: all ranks must share one folder"
+        )
 
 
 def _check_same(path: Path, raw: bytes) -> None:
