@@ -6,8 +6,10 @@ table of what came out is checked in, with a digest of what was compiled: of eve
 row, which bench.compile wrote, is of the kernel as it is now.
 """
 
+import ast
 import importlib
 import json
+import pathlib
 import pkgutil
 import re
 import subprocess
@@ -27,6 +29,34 @@ from tests.forking import forking
 
 TABLE = HERE / "table.md"
 OLD = triton.__version__.startswith("3.6.")
+
+
+def jitted():
+    """Every function of the library that Triton compiles: (where, its tree)."""
+    root = pathlib.Path(tpfuse.kernels.__path__[0])
+    for path in sorted(root.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(d) for d in node.decorator_list):
+                yield f"{path.relative_to(root)}: {node.name}", node
+
+
+def lacking(function: ast.AST) -> list[str]:
+    """Calls that Triton 3.6 does not compile: hasattr of a record, and static_range to a record's field."""
+    calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+    hasattrs = [ast.unparse(c) for c in calls if ast.unparse(c.func) == "hasattr"]
+    ranges = [c for c in calls if ast.unparse(c.func) == "tl.static_range"]
+    return hasattrs + [ast.unparse(c) for c in ranges if any(isinstance(arg, ast.Attribute) for arg in c.args)]
+
+
+def test_kernels_use_nothing_that_the_oldest_triton_lacks():
+    functions = dict(jitted())
+    assert len(functions) > 100
+    assert {name: calls for name, function in functions.items() if (calls := lacking(function))} == {}
+
+
+@pytest.mark.parametrize("line", ["if hasattr(mask, 'split'): pass", "for r in tl.static_range(1, R.size): pass"])
+def test_what_it_lacks_is_seen(line):
+    assert lacking(ast.parse(line))
 
 
 @pytest.fixture(scope="module")

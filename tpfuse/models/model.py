@@ -1,6 +1,7 @@
 """The base of GPT and Bert: their groups and stages, the rng of a call, agreement of the ranks, files."""
 
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -408,6 +409,8 @@ class Model(nn.Module):
             return files, config, options_read, files.dtype(wanted), files.summary()
 
         files, config, options, dtype, summary = together(examine, () if tp is None else (tp.call_group,))
+        if tp is not None:  # what follows is other calls for another model
+            tp.agree(f"{cls.__name__}.from_pretrained", {key: str(value) for key, value in asdict(config).items()})
         if cls._has_head(options):
             config = as_stored(files, config, dtype, TensorParallel() if tp is None else tp)
         with torch.device("meta"):

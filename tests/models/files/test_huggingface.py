@@ -489,6 +489,15 @@ def test_disks_that_hold_other_weights(ranks, theirs, tmp_path, axis):
     assert first == second and re.search("the weights in the files must be the same on every .*, got rank 0: ", first)
 
 
+def test_disks_that_hold_other_models(ranks, theirs, tmp_path):
+    """Of which the rest of from_pretrained makes other calls: the head of one is tied."""
+    for folder, heads, tie in (("0", 6, True), ("1", 3, False)):
+        shutil.copytree(theirs("gpt", heads, tie)[1], tmp_path / folder)
+    first, second = ranks(2, disks_differ, tmp_path, "tp")
+    assert first == second and first.startswith("GPT.from_pretrained: num_heads and tie_embeddings must be the same")
+    assert "num_heads: rank 0: '6'; rank 1: '3'" in first
+
+
 def sources_differ(world):
     if world.rank:
         mock.patch("tpfuse.parallel._sources", lambda: "other").start()
