@@ -303,6 +303,18 @@ def test_on_the_meta_device(tmp_path):
     assert torch.equal(model.eval()(**call).logits, full(**call).logits)
 
 
+def test_an_optimizer_made_before_is_an_error_at_its_step():
+    """It would train parameters that no module has any more."""
+    module = make("llama")
+    early, other = (torch.optim.AdamW(m.parameters(), lr=0.1) for m in (module, nn.Linear(2, 2)))
+    parallelize(module)
+    module(**batch(module.config)).loss.backward()
+    with pytest.raises(ValueError, match="AdamW.step: .* of its parameters were dropped by parallelize, .* after it"):
+        early.step()
+    torch.optim.AdamW(module.parameters(), lr=0.1).step()
+    other.step()
+
+
 def test_frozen_parameters_stay_frozen():
     model = make("llama")
     for key, p in model.named_parameters():

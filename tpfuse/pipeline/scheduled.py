@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.main_grad import main_grads
 from ..kernels.runtime.rules import check_number, integer
-from ..ranks.agreement import Header, agree_over
+from ..ranks.agreement import Header, agree_over, raise_everywhere
 from .delayed import DelayedPipeline, check_delayed
 from .placement import Stage, held_by
 from .schedules import EVERY, TRAINED, WITHOUT_FLUSH, Order, order
@@ -61,10 +61,9 @@ def schedule(
     check_sharded(model)
     check_number("pipeline: micro_batches", micro_batches, integer())
     rank, ranks = group.rank(), group.size()
-    check(
-        (rank, ranks) == (stage.rank, stage.ranks),
-        f"pipeline: the model was made for rank {stage.rank} of {stage.ranks}, and this is rank {rank} of {ranks}",
-    )
+    other = f"pipeline: the model was made for rank {stage.rank} of {stage.ranks}, and this is rank {rank} of {ranks}"
+    error = None if (rank, ranks) == (stage.rank, stage.ranks) else ValueError(other)
+    raise_everywhere(error, [group] if ranks > 1 else [], call="pipeline.schedule")
     actions = order(name, ranks, micro_batches, chunks=_chunks(name, stage), backward=backward)
     stages = {(c, i) for c, chain in enumerate(actions.ranks) for i, holder in enumerate(chain) if holder == rank}
     held = {(chunk.chain, chunk.stage) for chunk in model.stages.chunks}
