@@ -279,7 +279,7 @@ def acc_dtype(x: Tensor) -> torch.dtype:
 
 
 def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns x in ``dtype``: itself where it has that, which ``x.to`` takes twenty times as long to find out."""
+    """Returns x in ``dtype``: itself where it has that, which ``x.to`` calls the dispatcher to find out."""
     return x if x.dtype is dtype else x.to(dtype)
 
 

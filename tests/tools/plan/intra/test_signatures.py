@@ -48,6 +48,7 @@ def signed(world, kind):
     return results
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="an older DTensor does not flatten a split dimension")
 @pytest.mark.parametrize("kind", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
 def test_dtensor_has_every_signature(ranks, kind):
     for results in ranks(2, signed, kind):

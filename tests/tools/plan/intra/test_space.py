@@ -199,6 +199,7 @@ def ran(world, kind, sizes, pick):
     return blocks.planned(init_device_mesh("cpu", sizes), sp, kind, sp.problem.solution(pick))
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="an older DTensor does not flatten a split dimension")
 @pytest.mark.parametrize(
     "kind, sizes, random",
     [
