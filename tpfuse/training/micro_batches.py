@@ -82,7 +82,7 @@ class MicroBatchReplica(nn.Module):
         if self._done % self.local_micro_batches == 0:
             left = [path for path, p in self._trees.trained.items() if p.grad is not None]
             check(not left, f"{name}: {listed(left)} has a gradient when a step begins; call zero_grad() first")
-        step = kwargs.get("step")
+        step = kwargs.get("step") if isinstance(self.module, Model) else None  # of another module it may be anything
         step = None if step is None or (isinstance(step, Tensor) and not step.is_cpu) else int(step)
         computed, count = self._done % self.local_micro_batches, self.local_micro_batches
         check(
