@@ -409,7 +409,7 @@ class Model(nn.Module):
             return files, config, options_read, files.dtype(wanted), files.summary()
 
         files, config, options, dtype, summary = together(examine, () if tp is None else (tp.call_group,))
-        if tp is not None:  # what follows is other calls for another model
+        if tp is not None:  # the calls that follow depend on the config
             tp.agree(f"{cls.__name__}.from_pretrained", {key: str(value) for key, value in asdict(config).items()})
         if cls._has_head(options):
             config = as_stored(files, config, dtype, TensorParallel() if tp is None else tp)

@@ -108,7 +108,7 @@ def save(model: ModelFiles, path: Path, shard_bytes: int | None = None) -> None:
 
 
 def _check_storable(model: ModelFiles) -> None:
-    """Raises the ValueError of adapters, and of a config that the family's files cannot say."""
+    """Raises the ValueError of adapters, and of a config that the family's config.json cannot express."""
     model.config.to_hf()
     if any(m.adapter is not None for m in model.module.modules() if isinstance(m, Adaptable)):
         raise ValueError(

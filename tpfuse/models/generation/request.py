@@ -123,7 +123,7 @@ def checked(
     check_ids("generate: input_ids", ids.masked_fill(~mask, 0), vocab)
     filler = torch.where((ids < 0) | (ids >= vocab), 0, ids) if pad is None else torch.full_like(ids, pad)
     return GenerationRequest(
-        torch.where(mask, ids, filler),  # padding as it was given, unless a call says which it is
+        torch.where(mask, ids, filler),  # without a pad_token_id padding is as it was given
         mask,
         padded=attention_mask is not None,
         new=new,
