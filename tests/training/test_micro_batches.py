@@ -262,13 +262,16 @@ def test_a_step_of_too_few_micro_batches_is_named():
     model = GPT(KINDS["gpt2"], tp=TensorParallel(bitwise=8))
     replica, optimizer = data_parallel(model, None, bitwise_micro_batches=4), torch.optim.SGD(model.parameters(), 0.1)
     ids = torch.zeros(1, 4, dtype=torch.int64)
-    replica(ids, labels=ids, step=0, first_sample=0).loss.backward()
-    optimizer.step()
-    with pytest.raises(ValueError, match="a step has 4 micro-batches .*, and 1 came with step=0, the next with step=1"):
-        replica(ids, labels=ids, step=1, first_sample=0)
+    for step in range(3):
+        replica(ids, labels=ids, step=step, first_sample=0).loss.backward()
+        optimizer.step()
+    with pytest.raises(ValueError, match="a step has 4 micro-batches .*, and 1 of them came with step=0, the others"):
+        replica(ids, labels=ids, step=3, first_sample=0).loss.backward()
+    assert all(p.grad is None for p in model.parameters())
     replica.zero_grad()
-    replica(ids, labels=ids, step=torch.tensor(1), first_sample=0).loss.backward()
-    replica(ids, labels=ids, step=1, first_sample=1).loss.backward()
+    for step in (torch.tensor(1), 1, 1, 1):
+        replica(ids, labels=ids, step=step, first_sample=0).loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 def too_many(world):

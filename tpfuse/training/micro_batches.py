@@ -25,7 +25,7 @@ class MicroBatchReplica(nn.Module):
         self.module, self.micro_batches, self._trees = module, trees.local * trees.size, trees
         self._record = CallRecord("data_parallel", trees.replicas)
         self._done, self._called, self._in_backward = 0, False, False
-        self._step: int | None = None  # that the calls of a step have been given
+        self._steps: list[int | None] = []  # that the micro-batches of a step have been given
         for p in self._trees.trained.values():
             p.register_post_accumulate_grad_hook(self._accumulated)
         take_head_gradients(module, self._of_head)
@@ -50,6 +50,7 @@ class MicroBatchReplica(nn.Module):
 
         def count() -> None:
             self._record.add(call)
+            self._steps.append(self._step_of(kwargs))
             self._called = True
 
         def begin() -> None:
@@ -70,6 +71,7 @@ class MicroBatchReplica(nn.Module):
         super().zero_grad(set_to_none=True)
         self._trees.clear()
         self._record.clear()
+        self._steps.clear()
         self._done, self._called, self._in_backward = 0, False, False
 
     def _check_call(self, kwargs: dict[str, Any]) -> None:
@@ -82,21 +84,28 @@ class MicroBatchReplica(nn.Module):
         if self._done % self.local_micro_batches == 0:
             left = [path for path, p in self._trees.trained.items() if p.grad is not None]
             check(not left, f"{name}: {listed(left)} has a gradient when a step begins; call zero_grad() first")
-        step = kwargs.get("step") if isinstance(self.module, Model) else None  # of another module it may be anything
-        step = None if step is None or (isinstance(step, Tensor) and not step.is_cpu) else int(step)
-        computed, count = self._done % self.local_micro_batches, self.local_micro_batches
-        check(
-            computed == 0 or step == self._step,
-            f"{name}: a step has {count} micro-batches on each replica, and {computed} came with step={self._step}, the"
-            f" next with step={step}; call the model {count} times before the optimizer, or zero_grad() to begin anew",
-        )
-        self._step = step
         if isinstance(self.module, Model) and self.module._drops():
             missing = [key for key in ("step", "first_sample") if kwargs.get(key) is None]
             check(
                 not missing,
                 f"{name}: dropout's masks are numbered by {' and '.join(missing)}; give it with each micro-batch",
             )
+
+    def _step_of(self, kwargs: dict[str, Any]) -> int | None:
+        """Returns the step that a call of a model counts for; to another module the argument may mean anything."""
+        step = kwargs.get("step") if isinstance(self.module, Model) else None
+        return None if step is None or (isinstance(step, Tensor) and not step.is_cpu) else int(step)
+
+    def _check_steps(self, steps: list[int | None]) -> None:
+        """Checks that a step's micro-batches were of one step, once the replicas have compared them: so that the error
+        is one on every rank."""
+        count, of_one = len(steps), steps.count(steps[0])
+        check(
+            of_one == count,
+            f"data_parallel: {type(self.module).__name__}: a step has {count} micro-batches on each replica, and"
+            f" {of_one} of them came with step={steps[0]}, the others with another; call the model {count} times before"
+            " the optimizer, or zero_grad() to begin anew",
+        )
 
     def _accumulated(self, p: nn.Parameter) -> None:
         """Takes a parameter's gradient of one micro-batch."""
@@ -121,7 +130,9 @@ class MicroBatchReplica(nn.Module):
         self._done, self._called, self._in_backward = self._done + 1, False, False
         if self._done % self.local_micro_batches == 0:
             self._called = True  # until zero_grad, if this raises
+            steps, self._steps = self._steps, []
             self._record.compare(lambda: self._trees.check("data_parallel"))
+            self._check_steps(steps)
             for p, total in self._trees.totals().items():
                 p.grad = total.div_(self.micro_batches)
             self._called = False
