@@ -14,10 +14,12 @@ copy and 16-bit gradients do under a factored optimizer.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from bench.plan.published import Row, report
 from tpfuse.models import GPTConfig
+from tpfuse.pipeline.clock import Array
 from tpfuse.tools.ledger import model_flops, parameter_count
 from tpfuse.tools.plan.cluster import BETWEEN, INSIDE, LINKS, NODE, RING, Cluster, Level
 from tpfuse.tools.plan.costs import CostModel, cost_model
@@ -111,14 +113,13 @@ def cluster(devices: int) -> Cluster:
 def staged_costs(machines: Cluster) -> CostModel:
     """Returns the cost model of such stages; the ranks of a stage that are in one node share its card."""
 
-    def hop(split: Split, size: float) -> float:
-        if split.pp == 1:
-            return 0.0
-        if machines.devices <= NODE:
-            return INSIDE + size / machines.levels[0].bandwidth
-        return BETWEEN + size * min(split.dp * split.tp, NODE) / CARD
+    def hops(split: Split, size: float) -> Array:
+        ranks = split.dp * split.tp
+        inside, outside = INSIDE + size / machines.levels[0].bandwidth, BETWEEN + size * min(ranks, NODE) / CARD
+        seconds = np.where(machines.joining_levels(split.pp, ranks) == 0, inside, outside)
+        return np.where(np.eye(split.pp, dtype=bool), 0.0, seconds)
 
-    return cost_model(machines)._replace(hop=hop)
+    return cost_model(machines)._replace(hops=hops)
 
 
 def fastest(m: Mixture, costs: CostModel, fixed: Mapping[str, Any], cache: SpanCache) -> StepEstimate:
@@ -153,7 +154,7 @@ def place(m: Mixture) -> Placed:
     alike, dp = dict(tp=1, sharded=False), devices // stages
     found = dict(dp=dp, micro_batch=BATCH // count // dp, layers=(m.layers // stages,) * stages, over_replicas=dp > 1)
     published, best = (fastest(m, costs, alike | fixed, cache) for fixed in (found, {}))
-    at_once = costs._replace(hop=lambda split, size: 0.0)
+    at_once = costs._replace(hops=lambda split, size: np.zeros((split.pp, split.pp)))
     return Placed(m, published, best, free=fastest(m, at_once, alike | found, cache))
 
 

@@ -113,7 +113,7 @@ def step(run: Run, *, full: bool, overlapped: bool) -> Iteration:
     actions = order(split.schedule, run.pp, run.batch // (split.dp * run.micro_batch), chunks=run.chunks)
     size = run.config.num_layers // actions.stages
     stages = [pieces.stage(range(i * size, (i + 1) * size)) for i in range(actions.stages)]
-    message = between_stages(pieces.hop_bytes, split, cluster)
+    message = float(between_stages(pieces.hop_bytes, split, cluster).max())  # stages fill nodes
     if run.pp > 1 and full:  # with sequence parallelism a rank keeps its part
         message += over_tp("all_gather", pieces.hop_bytes * (run.tp - 1), split, cluster)
     last = len(stages) - 1  # a rank waits for the message in front of a pass

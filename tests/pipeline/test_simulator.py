@@ -89,11 +89,12 @@ def test_a_step_of_pipedream_waits_for_messages():
     name=st.sampled_from(sorted(SCHEDULES)),
     numbers=st.sampled_from([(2, 4), (4, 8), (4, 12), (6, 12)]),
     seconds=st.tuples(times, times, times),
-    communication=st.floats(0, 5),
+    message=st.floats(0, 5),
     data=st.data(),
 )
-def test_a_timeline_is_one_that_could_happen(name, numbers, seconds, communication, data):
-    made = order(name, *numbers)
+def test_a_timeline_is_one_that_could_happen(name, numbers, seconds, message, data):
+    made, ranks = order(name, *numbers), range(numbers[0])
+    communication = [[message * (1 + (3 * i + j) % 4) if i != j else 0.0 for j in ranks] for i in ranks]
     F, I, W = ([s * data.draw(st.floats(0.5, 2)) for _ in range(made.stages)] for s in seconds)  # noqa: E741
     t = simulate(made, F, I, W, communication=communication)
     cost = {"F": F, "I": I, "W": W, "B": [i + w for i, w in zip(I, W, strict=True)]}
@@ -110,8 +111,8 @@ def test_a_timeline_is_one_that_could_happen(name, numbers, seconds, communicati
         for s, k in before:
             needed = ends.get(Action(s, k, m, chain))
             if needed is not None:
-                other = made.ranks[chain][s] != made.ranks[chain][stage]
-                assert e.start >= needed.end + communication * other - 1e-9
+                sender, receiver = made.ranks[chain][s], made.ranks[chain][stage]
+                assert e.start >= needed.end + communication[sender][receiver] - 1e-9
     assert t.seconds >= max(t.busy) - 1e-9
     longest_chain = sum(F) + sum(I)  # of one micro-batch, down and up
     assert t.seconds >= longest_chain - 1e-9
@@ -130,6 +131,11 @@ def test_ranks_that_wait_for_ever():
         (dict(I=[1, 2]), "simulate: I must be a number, or one for each of 4 stages, got 2"),
         (dict(W=float("nan")), "simulate: W must"),
         (dict(communication=float("inf")), "simulate: communication must"),
+        (
+            dict(communication=[[0] * 4] * 3),
+            r"communication must be a number, or 4 lists of 4, got lengths",
+        ),
+        (dict(communication=[[-1] * 4] * 4), "simulate: communication must"),
         (dict(overhead=-1), "simulate: overhead must"),
     ],
 )

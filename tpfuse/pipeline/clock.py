@@ -19,7 +19,7 @@ class OrderArrays(NamedTuple):
 
     ``begins[r]``: index of rank r's first action; one more entry is the number of actions.  ``stage``, ``kind``: of
     each action, kinds as indices into KINDS.  ``same``: the pass of the same stage that an action needs, ``adjacent``:
-    that of a neighbouring stage; -1: none.  ``far``: True if ``adjacent`` runs on another rank.
+    that of a neighbouring stage; -1: none.  ``sender``, ``rank``: those that run ``adjacent`` and the action.
     """
 
     begins: Array
@@ -27,7 +27,8 @@ class OrderArrays(NamedTuple):
     kind: Array
     same: Array
     adjacent: Array
-    far: Array
+    sender: Array
+    rank: Array
 
     @classmethod
     def of(cls, order: Order) -> "OrderArrays":
@@ -51,24 +52,25 @@ class OrderArrays(NamedTuple):
         adjacent = np.where(lacks, len(rows), adjacent)
         same = np.where(~forward & (same < 0) & (m >= 0), len(rows), same)
         rank = np.repeat(np.arange(len(order.actions)), np.diff(begins))
-        far = (adjacent >= 0) & (adjacent < len(rows)) & (np.append(rank, 0)[adjacent] != rank)
-        return cls(begins, stage, kind, same, adjacent, far)
+        sender = np.where((adjacent >= 0) & (adjacent < len(rows)), np.append(rank, 0)[adjacent], rank)
+        return cls(begins, stage, kind, same, adjacent, sender, rank)
 
     def costs(self, times: Mapping[str, Any]) -> Array:
         """Returns each action's seconds, from those of each stage by kind."""
         table: Array = np.array([times[kind] for kind in KINDS], dtype=np.float64)
         return table[self.kind, self.stage]
 
-    def run(self, costs: Array, communication: float) -> tuple[Array, Array]:
+    def run(self, costs: Array, communication: Array) -> tuple[Array, Array]:
         """Returns when each action starts and ends: it runs as soon as its rank is free and its inputs have arrived.
 
+        ``communication``: seconds of a message from each rank to each, of one to itself 0.
         Where ranks wait for each other for ever, the actions that never run end at infinity.
         """
         n = len(costs)
         # Behind the actions: one that never ends, and (at -1) one that has ended before all.
         ends = np.full(n + 2, np.inf)
         ends[-1] = 0.0
-        starts, delay = np.full(n, np.inf), np.where(self.far, communication, 0.0)
+        starts, delay = np.full(n, np.inf), communication[self.sender, self.rank]
         heads, stops = self.begins[:-1].copy(), self.begins[1:]
         free, ranks = np.zeros(len(heads)), np.arange(len(heads))
         while True:
@@ -84,7 +86,7 @@ class OrderArrays(NamedTuple):
             heads[now] += 1
 
 
-def clock(order: Order, times: Mapping[str, Any], communication: float, overhead: float) -> tuple[Array, Array]:
+def clock(order: Order, times: Mapping[str, Any], communication: Array, overhead: float) -> tuple[Array, Array]:
     """Returns the starts and ends of ``order``; ValueError where ranks wait for each other for ever."""
     arrays = OrderArrays.of(order)
     starts, ends = arrays.run(arrays.costs(times) + overhead, communication)

@@ -3,13 +3,16 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import check_number, number
 from .action import BACKWARD, FORWARD, INPUT, WEIGHT, Action
-from .clock import clock
+from .clock import Array, clock
 from .schedules import WITHOUT_FLUSH, Order, begun
 
 Seconds = float | Sequence[float]  # of every stage, or of each
+Messages = float | Sequence[Sequence[float]]  # seconds between every two ranks, or from each rank to each
 _TIME = number(0, 1e9)
 
 
@@ -55,21 +58,37 @@ class Timeline(NamedTuple):
 
 
 def simulate(
-    order: Order, F: Seconds, I: Seconds, W: Seconds, *, communication: float = 0.0, overhead: float = 0.0
+    order: Order, F: Seconds, I: Seconds, W: Seconds, *, communication: Messages = 0.0, overhead: float = 0.0
 ) -> Timeline:
     """Runs the actions of ``order`` by a clock: each as soon as its rank is free and its input has arrived.
 
     F, I and W: the seconds of a forward pass, of the gradient of a stage's input and of its weights; one number, or
     one a stage.  An action B takes I + W.  ``communication``: the seconds of a message between ranks, which occupies
-    neither.  ``overhead``: seconds added to every action.  ValueError for times that are not finite numbers of at least
-    0, a list that has not one time a stage, and an order that deadlocks.
+    neither; one number, or ``communication[i][j]`` from rank i to rank j.  ``overhead``: seconds added to every action.
+    ValueError for times that are not finite numbers of at least 0, lists that have not one time a stage or a pair of
+    ranks, and an order that deadlocks.
     """
     times = _times(order, dict(F=F, I=I, W=W))
-    for name, value in dict(communication=communication, overhead=overhead).items():
-        check_number(f"simulate: {name}", value, _TIME)
-    starts, ends = (iter(x.tolist()) for x in clock(order, times, communication, overhead))
+    check_number("simulate: overhead", overhead, _TIME)
+    messages = _messages(len(order.actions), communication)
+    starts, ends = (iter(x.tolist()) for x in clock(order, times, messages, overhead))
     events = (tuple(Event(a, next(starts), next(ends)) for a in actions) for actions in order.actions)
     return Timeline(order, tuple(events))
+
+
+def _messages(ranks: int, communication: Messages) -> Array:
+    """Returns the seconds of a message from each rank to each."""
+    if not isinstance(communication, (Sequence, np.ndarray)):
+        check_number("simulate: communication", communication, _TIME)
+        return np.where(np.eye(ranks, dtype=bool), 0.0, communication)
+    lengths = [len(row) if isinstance(row, (Sequence, np.ndarray)) else 1 for row in communication]
+    check(
+        lengths == [ranks] * ranks,
+        f"simulate: communication must be a number, or {ranks} lists of {ranks}, got lengths {lengths}",
+    )
+    for value in (value for row in communication for value in row):
+        check_number("simulate: communication", float(value), _TIME)
+    return np.array(communication, dtype=np.float64)
 
 
 def _times(order: Order, seconds_of: Mapping[str, Seconds]) -> dict[str, list[float]]:

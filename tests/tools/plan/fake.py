@@ -1,5 +1,7 @@
 """A model whose pieces have made-up costs, a cost model without devices, and plans of both."""
 
+import numpy as np
+
 from tpfuse.models import GPTConfig
 from tpfuse.tools.plan.cluster import Cluster, Level
 from tpfuse.tools.plan.costs import CostModel
@@ -59,10 +61,16 @@ def sums(split, size):
     return 0.1 * size * passes * (ranks > 1)
 
 
+def hops(ranks, seconds):
+    """Messages between the two ranks of a node, and three times as long between nodes."""
+    node = np.arange(ranks) // 2
+    return seconds * np.where(node[:, None] == node, 1.0, 3.0) * ~np.eye(ranks, dtype=bool)
+
+
 def costs(pieces=None, *, limit=float("inf"), hop=0.05, hides=True):
     return CostModel(
         pieces or PieceCosts(),
-        hop=lambda split, size: hop * size * (split.pp > 1),
+        hops=lambda split, size: hops(split.pp, hop * size),
         sums=sums,
         pieces_sum=lambda split, size: 0.0,
         update=lambda job, elements: 0.02 * elements,

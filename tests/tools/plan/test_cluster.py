@@ -41,10 +41,16 @@ def test_each_level_may_be_the_narrowest():
     assert THREE.link(16, 4) == Link(1e-5, 20e9)
 
 
-def test_a_neighbour_has_one_card():
-    assert TWO.neighbour(4, 2) == Link(1e-6, 230e9) and TWO.neighbour(8, 8) == Link(1e-5, 25e9)
-    assert TWO.neighbour(8, 4) == Link(1e-5, 25e9)  # some of the line's are in other nodes
-    assert THREE.neighbour(2, 4) == Link(2e-6, 60e9)
+def test_the_level_that_joins_two_groups():
+    assert TWO.joining_levels(4, 2).tolist() == [[0] * 4] * 4
+    assert TWO.joining_levels(4, 4).tolist() == [[0, 0, 1, 1]] * 2 + [[1, 1, 0, 0]] * 2  # two groups a node
+    assert TWO.joining_levels(8, 8).tolist() == [[int(i != j) for j in range(8)] for i in range(8)]
+    assert THREE.joining_levels(4, 4)[0].tolist() == [0, 1, 2, 2]
+    assert TWO.joining_levels(3, 6).tolist() == [
+        [0, 1, 1],
+        [1, 0, 1],
+        [1, 1, 0],
+    ]
 
 
 def test_where_each_sends_to_every_other():
@@ -58,7 +64,9 @@ def test_a_group_too_large():
     with pytest.raises(ValueError, match="plan: 16 ranks 8 apart need 128 devices, got 64"):
         TWO.link(16, 8)
     with pytest.raises(ValueError, match="ranks and stride of at least 1, got 0, 8"):
-        TWO.neighbour(0, 8)
+        TWO.link(0, 8)
+    with pytest.raises(ValueError, match="plan: 9 groups of 8 need 72 devices, got 64"):
+        TWO.joining_levels(9, 8)
 
 
 @pytest.mark.parametrize("name", DEVICES)

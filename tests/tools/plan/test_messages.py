@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -199,6 +200,8 @@ def test_over_dp():
 
 
 def test_between_stages():
-    assert between_stages(2e9, Split(pp=2, tp=4), TWO) == pytest.approx(1e-6 + 2e9 / 200e9)
-    assert between_stages(2e9, Split(pp=4, tp=4), TWO) == pytest.approx(1e-5 + 2e9 / 20e9)
-    assert between_stages(2e9, Split(tp=4), TWO) == 0
+    inside, outside = 1e-6 + 2e9 / 200e9, 1e-5 + 2e9 / 20e9
+    assert between_stages(2e9, Split(pp=2, tp=4), TWO) == pytest.approx(np.array([[0, inside], [inside, 0]]))
+    four = between_stages(2e9, Split(pp=4, tp=4), TWO)
+    assert four[0] == pytest.approx([0, inside, outside, outside]) and (four == four.T).all()
+    assert between_stages(2e9, Split(tp=4), TWO).tolist() == [[0]]

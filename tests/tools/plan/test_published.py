@@ -125,24 +125,24 @@ RARELY = [pytest.mark.slow, pytest.mark.rare]  # half a minute's search each, an
 
 @pytest.mark.parametrize("i, stages, best", [
     pytest.param(0, 2, 1, marks=pytest.mark.slow), pytest.param(1, 2, 1, marks=RARELY),
-    pytest.param(2, 2, 2, marks=RARELY), pytest.param(3, 8, 4, marks=RARELY), pytest.param(4, 8, 8, marks=RARELY),
+    pytest.param(2, 2, 2, marks=RARELY), pytest.param(3, 8, 8, marks=RARELY), pytest.param(4, 8, 16, marks=RARELY),
 ])  # fmt: skip
 def test_alpas_found_plans(i, stages, best):
-    """On 16 and 64 devices the found numbers of stages are the best's."""
+    """On 16 and 32 devices the found numbers of stages are the best's; on 64 half as many take 0.3 % longer."""
     plan = placed(i)
-    assert mixtures.line(plan) in PAGE and 0 <= plan.behind < (1 if stages == best else 12)
+    assert mixtures.line(plan) in PAGE and 0 <= plan.behind < (12 if i < 2 else 5)
     assert (plan.published.split.pp, plan.best.split.pp) == (stages, best)
 
 
 @pytest.mark.slow
 @pytest.mark.rare
 def test_figure_7b():
-    """Throughput falls behind linear scaling in the paper's order, by up to 12 points more than there."""
+    """Throughput falls behind linear scaling in the paper's order, by up to 10 points more than there."""
     rows = mixtures.throughput([placed(i) for i in range(len(mixtures.FOUND))])
     in_the_page(mixtures.ALPA, rows)
     found, free = rows[::2], rows[1::2]
     assert [row.ours for row in found] == sorted((row.ours for row in found), reverse=True)
-    assert all(0 < row.paper - row.ours < 12 for row in found) and abs(found[0].ours - found[0].paper) < 10
+    assert all(0 < row.paper - row.ours < 10 for row in found)
     assert all(abs(row.ours - row.paper) < 10 for row in free)
 
 

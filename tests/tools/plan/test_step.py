@@ -50,8 +50,11 @@ def test_a_step_is_the_simulators(name, data):
     step, stages, count = loaded.step(), loaded.stages, micro_batches(job, split)
     actions_of, two_passes = order(name, split.pp, count, chunks=split.chunks), EVERY[name].split
     F, B, I, W = stages.passes.T.tolist()  # noqa: E741
-    timeline = simulate(actions_of, F, I if two_passes else B, W if two_passes else [0.0] * len(W), communication=hop)
+    messages = fake.hops(split.pp, hop * split.micro_batch).tolist()
+    halves = (I, W) if two_passes else (B, [0.0] * len(W))
+    timeline = simulate(actions_of, F, *halves, communication=messages)
     assert loaded.timeline() == timeline
+    assert step.hop == pytest.approx(hop * split.micro_batch * (3 if split.pp > 2 else 1))
     tail = loaded.copies + loaded.dp + loaded.update
     assert (loaded.copies > 0).all() == (name == "chimera" and hop > 0)
     begins = [events[0].start if name == "2bw" else 0.0 for events in timeline.events]

@@ -23,13 +23,15 @@ class Case(NamedTuple):
 
     ``orders``: by number of micro-batches.  ``seconds``: of each stage's F, I and W, as of
     :func:`tpfuse.pipeline.simulator.simulate`.  ``messages``: seconds from a rank to the next that can be chosen, as
-    many in every case.  ``parts``: seconds of a whole step by part; ``memory``: bytes of each rank by part.
+    many in every case; ``links[i][j]``: the share of them that one from rank i to rank j takes (none: all of it).
+    ``parts``: seconds of a whole step by part; ``memory``: bytes of each rank by part.
     """
 
     name: str
     orders: Mapping[int, Order]
     seconds: Mapping[str, Sequence[float]]
     messages: Sequence[float]
+    links: Sequence[Sequence[float]] = ()
     parts: Mapping[str, float] = {}
     memory: Sequence[Mapping[str, float]] = ()
 
@@ -39,6 +41,7 @@ class Case(NamedTuple):
             orders={count: _order(order) for count, order in self.orders.items()},
             seconds=[list(self.seconds[kind]) for kind in PASSES],
             messages=list(self.messages),
+            links=[list(row) for row in self.links],
             parts=dict(self.parts),
             memory=[dict(rank) for rank in self.memory],
         )

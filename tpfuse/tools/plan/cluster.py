@@ -10,10 +10,12 @@ A cluster can be read from a TOML file (docs/plan.md).
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ...kernels.runtime import rules
@@ -21,6 +23,7 @@ from ...kernels.runtime.errors import check
 from ...kernels.runtime.launch import MULTIPROCESSORS
 from ...kernels.runtime.rules import Rule, brief, check_number, check_numbers, quoted
 from ...models.files.directory import read_limited
+from ...pipeline.clock import Array
 from ..ledger.machine import Machine
 from .collectives import ALL_REDUCE, Link
 from .devices import DEVICES, AnyDevice, Device, device, local_cpu
@@ -57,11 +60,12 @@ class Cluster(NamedTuple):
         rates = (level.bandwidth * (ranks - 1) / (ranks - m) for m, level in crossed if m < ranks)
         return Link(crossed[-1][1].latency, min(rates, default=self.levels[0].bandwidth))
 
-    def neighbour(self, ranks: int, stride: int) -> Link:
-        """Returns the link between neighbours in a line of ``ranks`` devices that are ``stride`` apart: the slowest of
-        the line, over each device's own card."""
-        crossed = self._crossed(ranks, stride)
-        return Link(crossed[-1][1].latency, min(level.bandwidth for _, level in crossed))
+    def joining_levels(self, groups: int, size: int) -> Array:
+        """Returns the index of the level that joins each two of so many ``groups`` of ``size`` devices, which stand
+        side by side: the innermost whose units hold every device of one with its partner in the other."""
+        span = groups * size
+        check(span <= self.devices, f"plan: {groups} groups of {size} need {span} devices, got {self.devices}")
+        return _joining(self.levels, groups, size)
 
     def _crossed(self, ranks: int, stride: int) -> list[tuple[int, Level]]:
         """Returns the levels up to the first whose units hold every such group whole, each with the number of members
@@ -72,6 +76,15 @@ class Cluster(NamedTuple):
         outermost = next((i for i, x in enumerate(self.levels) if x.ranks % span == 0), len(self.levels) - 1)
         parts = [1, *(level.ranks for level in self.levels)]
         return [(min(ranks, max(1, size // stride)), level) for size, level in zip(parts, self.levels[: outermost + 1])]
+
+
+@lru_cache(maxsize=256)
+def _joining(levels: tuple[Level, ...], groups: int, size: int) -> Array:
+    devices, joining = np.arange(groups * size).reshape(groups, size), np.zeros((groups, groups), dtype=np.int64)
+    for level in levels[:-1]:
+        unit = devices // level.ranks
+        joining += (unit[:, None] != unit).any(-1)
+    return joining
 
 
 NODE = 8

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from ...pipeline.clock import Array
 from ...pipeline.schedules import EVERY
 from ..ledger.aten import ELEMENTWISE
 from ..ledger.memory import BY_ELEMENTS
@@ -19,16 +20,16 @@ MEMORY_SHARE = 0.9  # of a device's memory that a plan may fill: the rest is the
 class CostModel(NamedTuple):
     """Functions that cost a step, and what the devices allow.
 
-    ``pieces``: costs of a model's pieces.  ``hop(split, bytes)``: seconds to send to the next stage.  ``sums(split,
-    bytes)``: seconds of the all-reduce over dp (FSDP: of all-gathers and a reduce-scatter).  ``pieces_sum(split,
-    bytes)``: the least seconds of the sum of so many bytes of gradients over cp, which is in ``pieces`` too.
-    ``update(job, elements)``: seconds of the optimizer over so many of a rank.  ``state(job, split, elements)``: bytes
-    of parameters, gradients, optimizer and buffers.  ``limit``: bytes that a rank may hold.  ``hides``: messages pass
-    while the device computes.
+    ``pieces``: costs of a model's pieces.  ``hops(split, bytes)``: seconds to send from each pipeline rank to each,
+    [pp, pp].  ``sums(split, bytes)``: seconds of the all-reduce over dp (FSDP: of all-gathers and a reduce-scatter).
+    ``pieces_sum(split, bytes)``: the least seconds of the sum of so many bytes of gradients over cp, which is in
+    ``pieces`` too.  ``update(job, elements)``: seconds of the optimizer over so many of a rank.  ``state(job, split,
+    elements)``: bytes of parameters, gradients, optimizer and buffers.  ``limit``: bytes that a rank may hold.
+    ``hides``: messages pass while the device computes.
     """
 
     pieces: CostFunction
-    hop: Callable[[Split, float], float]
+    hops: Callable[[Split, float], Array]
     sums: Callable[[Split, float], float]
     pieces_sum: Callable[[Split, float], float]
     update: Callable[[Job, float], float]
@@ -45,7 +46,7 @@ def cost_model(cluster: Cluster, *, share: float = MEMORY_SHARE, pieces: CostFun
     """
     return CostModel(
         LedgerCosts(cluster) if pieces is None else pieces,
-        hop=lambda split, size: between_stages(size, split, cluster),
+        hops=lambda split, size: between_stages(size, split, cluster),
         sums=lambda split, size: over_dp(size, split, cluster),
         pieces_sum=lambda split, size: over_cp("all_reduce", size, split, cluster),
         update=lambda job, elements: optimizer_seconds(elements, job, cluster.device),

@@ -5,6 +5,9 @@ half of the direct one.  Groups that share a unit's links get a ring's share of 
 partners is considered here.
 """
 
+import numpy as np
+
+from ...pipeline.clock import Array
 from ...training.data_parallel import BUCKETS
 from .cluster import Cluster
 from .collectives import ALL_REDUCE, seconds
@@ -51,9 +54,12 @@ def over_dp(gradients: float, split: Split, cluster: Cluster) -> float:
     return passes * buckets * seconds(_RING, ranks, gradients / buckets, link)
 
 
-def between_stages(size: float, split: Split, cluster: Cluster) -> float:
-    """Returns the seconds of ``size`` bytes from a rank to that of the next stage: the slowest of all."""
-    if split.pp == 1:
-        return 0.0
-    link = cluster.neighbour(split.pp, split.ranks // split.pp)
-    return link.latency + size / link.bandwidth
+def between_stages(size: float, split: Split, cluster: Cluster) -> Array:
+    """Returns the seconds of ``size`` bytes from each pipeline rank to each, [pp, pp], 0 from one to itself.
+
+    All devices of a pipeline rank send at the same time, each over its own links to its partner; the slowest decides.
+    """
+    joining = cluster.joining_levels(split.pp, split.ranks // split.pp)
+    rates = np.minimum.accumulate([level.bandwidth for level in cluster.levels])
+    seconds = np.array([level.latency for level in cluster.levels]) + size / rates
+    return np.where(np.eye(split.pp, dtype=bool), 0.0, seconds[joining])

@@ -149,12 +149,14 @@ def page_of(plans: Plans) -> str:
     cases = []
     for i, step in enumerate(plans.steps):
         orders, passes = dict[int, Order](), {kind: list[float]() for kind in page.PASSES}
+        links = list[list[float]]()
         if step.split.pp > 1:
             load = plans.load(step)
             orders, passes = {step.micro_batches: load.order()}, dict(zip(page.PASSES, load.passes, strict=True))
+            links = (load.hops / (step.hop or 1.0)).tolist()
         memory = [dict(state=m.state, activations=m.activations) for m in step.memory]
         name, messages = f"{i + 1}: {label(step.split)}", [times * step.hop for times in (0, 1 / 2, 1, 2, 4, 8)]
-        cases.append(page.Case(name, orders, passes, messages, parts=step.parts, memory=memory))
+        cases.append(page.Case(name, orders, passes, messages, links=links, parts=step.parts, memory=memory))
     about = (
         f"{_title(plans)}, as the planner costs them. Sliders run the clock of passes alone, without sums and optimizer"
         " after the last; a backward pass that is whole counts as gradients of inputs."

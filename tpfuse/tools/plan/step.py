@@ -52,7 +52,7 @@ class StepEstimate(NamedTuple):
 
     ``parts``: seconds by STEP_PARTS of ``rank``, the pipeline rank that ends last.  ``parameters``: elements on that
     rank; ``experts``: those of experts that are divided among replicas.  ``memory``: of each pipeline rank.  ``hop``:
-    seconds of a message to the next stage.
+    seconds of a message to the next stage, the slowest of all.
     """
 
     split: Split
@@ -100,7 +100,7 @@ class Load:
         self.count = micro_batches(job, split)
         self.chains = placement(split.schedule, split.pp, split.chunks)
         self.stages = stages = spans.cut(split.layers)
-        self.hop = costs.hop(split, spans.pieces.hop_bytes)
+        self.hops = costs.hops(split, spans.pieces.hop_bytes)
         self.parts = self._by_rank((stages.parts[:, _F] + stages.parts[:, _B]) * self.count / len(self.chains))
         self.busy = self.parts.sum(1)
         self.elements = spans.elements(split.layers, split)
@@ -109,8 +109,10 @@ class Load:
         self.dp = np.array([self._exposed(n * size) for n in self.parameters - self.experts])
         self.update = np.array([costs.update(job, n) for n in updated(split, self.parameters, self.experts)])
         # Chimera's two copies sum their gradients: each rank with the one that holds the same stages.
-        copies = len(self.chains) > 1
-        self.copies = np.array([costs.hop(split, n * size) if copies else 0.0 for n in self.parameters])
+        self.copies = np.zeros(split.pp)
+        if len(self.chains) > 1:
+            pairs = enumerate(zip(self.chains[1], self.parameters, strict=True))
+            self.copies = np.array([costs.hops(split, n * size)[rank, other] for rank, (other, n) in pairs])
         self.transient = spans.transient(split.layers)
 
     def _exposed(self, gradients: float) -> float:
@@ -129,6 +131,10 @@ class Load:
         for chain in self.chains:
             np.add.at(sums, list(chain), of_stages)
         return sums
+
+    def _chain_hops(self, chain: tuple[int, ...]) -> Array:
+        """Returns the seconds of a message from each stage to the next."""
+        return np.array(self.hops[list(chain[:-1]), list(chain[1:])])
 
     @property
     def memory(self) -> tuple[Memory, ...]:
@@ -154,7 +160,7 @@ class Load:
             return float((self.busy + tail).max())
         start, finish = np.full((2, self.split.pp), np.inf)
         for chain in self.chains:
-            hops = self.hop * (np.diff(chain) != 0)
+            hops = self._chain_hops(chain)
             down, up = (np.cumsum([0.0, *(self.stages.seconds(kind)[:-1] + hops)]) for kind in (FORWARD, BACKWARD))
             np.minimum.at(start, list(chain), down)
             np.minimum.at(finish, list(chain), up + tail[chain[0]])
@@ -172,13 +178,13 @@ class Load:
 
     def timeline(self) -> Timeline:
         """Returns when each pass of a step runs on each rank, without sums and optimizer after the last."""
-        return simulate(self.order(), *self.passes, communication=self.hop)
+        return simulate(self.order(), *self.passes, communication=self.hops.tolist())
 
     def step(self) -> StepEstimate:
         """Runs the clock."""
         split = self.split
         clock = clock_of(split.schedule, split.pp, self.count, split.chunks)
-        starts, ends = clock.run(clock.costs(dict(zip(KINDS, self.stages.passes.T))), self.hop)
+        starts, ends = clock.run(clock.costs(dict(zip(KINDS, self.stages.passes.T))), self.hops)
         finish = ends[clock.begins[1:] - 1] + self.copies + self.dp + self.update
         if split.schedule in WITHOUT_FLUSH:
             finish -= starts[clock.begins[:-1]]
@@ -196,7 +202,7 @@ class Load:
             parameters=float(self.parameters[rank]),
             experts=float(self.experts[rank]),
             memory=self.memory,
-            hop=self.hop,
+            hop=max(float(self._chain_hops(chain).max(initial=0.0)) for chain in self.chains),
         )
 
 
