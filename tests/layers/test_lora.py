@@ -14,6 +14,7 @@ from tests.layers.sharded import Case, assert_seen, build, check, data, referenc
 from tests.models.common import GPT_CONFIG, batch, default_dtype
 from tests.models.common import whole as parameters
 from tests.models.families.test_llama_like import config_of
+from tests.pipeline.common import said
 from tpfuse import (
     TensorParallel,
     add_lora,
@@ -332,3 +333,19 @@ def test_errors_are_named():
         add_lora(model, rank=2, alpha=4)
     with pytest.raises(ValueError, match="unmerge_lora: the adapters are not merged already"):
         unmerge_lora(model)
+
+
+def mistaken(world):
+    """-> what is said where rank 1 alone is wrong: of a target, of a rank, of merging alone"""
+    odd, model = world.rank == 1, GPT(GPT_CONFIG, tp=make_tp(world))
+    errors = [said(lambda: add_lora(model, rank=2, alpha=4, targets=["nope" if odd else "qkv"]))]
+    errors.append(said(lambda: add_lora(model, rank=0 if odd else 2, alpha=4)))
+    add_lora(model, rank=2, alpha=4)
+    return [*errors, said(lambda: merge_lora(model) if odd else unmerge_lora(model))]
+
+
+def test_an_error_of_one_rank_is_one_on_every_rank(ranks):
+    first, second = ranks(2, mistaken)
+    assert first[:2] == second[:2]
+    assert "no layer is called nope" in first[0] and "rank must be a positive integer, got 0" in first[1]
+    assert all("merge_lora" in text for text in (first[2], second[2]))

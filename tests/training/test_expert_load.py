@@ -83,6 +83,34 @@ def test_what_backward_computes_again_counts_nothing(options):
         assert counts.sum() == calls["input_ids"].numel() * BIASED.experts_per_token
 
 
+def counted(world, sequence_parallel, padded):
+    """-> rows of experts, without padding and with it: behind each sample, or behind the last packed document."""
+    tp = TensorParallel(world.group, sequence_parallel=sequence_parallel)
+    ids = batch(BIASED, size=2)["input_ids"]
+    if padded == "samples":
+        calls = [dict(input_ids=ids)]
+        mask = torch.tensor([1] * SEQ + [0] * 5).expand(len(ids), -1)
+        calls.append(dict(input_ids=torch.nn.functional.pad(ids, (0, 5)), attention_mask=mask))
+    else:
+        bounds = torch.tensor([0, 4, SEQ], dtype=torch.int32)
+        calls = [
+            dict(input_ids=row[None], cu_seqlens=bounds) for row in (ids[0], torch.nn.functional.pad(ids[0], (0, 5)))
+        ]
+    loads = []
+    for call in calls:
+        model = GPT(BIASED, tp=tp)
+        model(**call).logits.sum().backward()
+        loads.append({name: count.tolist() for name, count in balance_experts(model, None).items()})
+    return loads
+
+
+@pytest.mark.parametrize("R, sequence_parallel", [(1, True), (2, True), (2, False)])
+@pytest.mark.parametrize("padded", ["samples", "documents"])
+def test_padding_counts_nothing(ranks, R, sequence_parallel, padded):
+    for without, with_padding in ranks(R, counted, sequence_parallel, padded):
+        assert without == with_padding and all(map(sum, without.values()))
+
+
 def trained(world, dp, wrap, micro=1, options=None, folder=None):
     """-> counts and biases of three steps."""
     loop = Loop(world, dp, wrap, config=BIASED, **options or {})

@@ -43,6 +43,27 @@ def test_muon(ranks):
             assert_equal(found, exact)
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_of_the_optimizer(ranks, set_to_none):
+    """Resets the weights' gradients, to which the next backward pass adds, as the model's own does."""
+    assert all(ranks(2, zeroed, set_to_none))
+
+
+def zeroed(world, set_to_none):
+    weights = []
+    for by_optimizer in (False, True):
+        model = GPT(GATED, tp=make_tp(world))
+        matrices = WholeMatrices(model.blocks)
+        muon = torch.optim.Muon(matrices.parameters(), lr=0.02)
+        muon.register_step_pre_hook(matrices.gather_gradients)
+        for step in range(3):
+            model(**batch(GATED, seed=step), step=step).loss.backward()
+            muon.step()
+            (muon if by_optimizer else model).zero_grad(set_to_none)
+        weights.append(whole(model))
+    return all(map(torch.equal, weights[0].values(), weights[1].values()))
+
+
 def stepped(model, matrices, first, second):
     """Three steps of the optimizers of whole matrices and of the rest -> the weights."""
     first.register_step_pre_hook(matrices.gather_gradients)

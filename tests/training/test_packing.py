@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.models.common import GPT_CONFIG
 from tests.models.families.test_llama_like import config_of
+from tests.training.test_experts import CONFIG as EXPERTS
 from tpfuse.models import GPT
 from tpfuse.training.packing import balance, document_cost, pack, packed_batch
 
@@ -92,11 +93,13 @@ def test_the_cost_is_what_the_model_multiplies():
         config_of("llama", 2),
         config_of("qwen2", 2),
         config_of("mistral", 2),
+        *(replace(EXPERTS, experts_per_token=k, mlp_layers=(1,), shared_size=24, shared_gate=True) for k in (1, 3)),
     ):
         with torch.device("meta"):
             parameters = GPT(config).named_parameters()
+        share = lambda name: config.experts_per_token / config.num_experts if name.endswith((".fc1", ".fc2")) else 1
         weights = sum(
-            p.numel()
+            round(p.numel() * share(name))
             for name, p in parameters
             if p.dim() > 1 and not name.startswith(("embedding", "positions")) and "bias" not in name
         )
@@ -126,7 +129,16 @@ def test_a_packed_batch_is_what_the_model_takes():
         (lambda: pack([3, 0], 8), "pack: a document has no tokens"),
         (lambda: pack([], 0), "pack: capacity must be at least 1, got 0"),
         (lambda: balance([1.0], 2), "balance: 1 items are too few for 2 replicas"),
-        (lambda: balance([1.0, 0.0], 2), "balance: every cost must be positive, got 0.0"),
+        (lambda: balance([1.0, 0.0], 2), r"balance: every cost must be positive and finite, got \[0.0\]"),
+        (lambda: balance([1.0, float("nan"), 2.0], 2), r"every cost must be positive and finite, got \[nan\]"),
+        (lambda: balance([1.0, float("inf"), 2.0], 2), r"every cost must be positive and finite, got \[inf\]"),
+        (lambda: balance([1.0, 2.0], 1.5), "balance: replicas must be an integer, got 1.5"),
+        (lambda: pack([3], None), "pack: capacity must be an integer, got None"),
+        (lambda: pack([3, 1.5], 8), "pack: lengths must be integers, got"),
+        (lambda: packed_batch([[1.7, 2.2]]), "packed_batch: a document's tokens must be integers, got"),
+        (lambda: packed_batch([5]), "packed_batch: a document's tokens must be integers, got 5"),
+        (lambda: packed_batch([torch.ones(2, 2).long()]), "must be a list or a 1-d tensor of integers, got"),
+        (lambda: packed_batch([torch.ones(2)]), "must be a list or a 1-d tensor of integers, got torch.float32"),
         (lambda: balance([1.0], 0), "balance: replicas must be at least 1, got 0"),
         (lambda: packed_batch([]), "packed_batch: there are no documents"),
         (lambda: packed_batch([[1], []]), "packed_batch: a document has no tokens"),

@@ -76,14 +76,20 @@ def router_sums(logits: Tensor, chosen: Tensor, score: str, call: Call, m: int, 
         p = p / p.sum(-1, keepdim=True)
     z = logits.logsumexp(-1, keepdim=True).square()
     values = torch.cat((counts, p, z, torch.ones_like(z)), 1)
-    first_row = call.first_row(m, tp.rank, tp.size, tp)
-    of = _sequences(call, first_row, len(logits), logits.device).to(values.dtype)
+    of = _sequences(call, call.first_row(m, tp.rank, tp.size, tp), len(logits), logits.device).to(values.dtype)
     with torch.autocast(logits.device.type, enabled=False):  # whose products would count in 16 bits
         if tp.bitwise is None or m == 0:
             return of @ values
         of, values = (F.pad(t, (0, 0, 0, m - len(logits))) for t in (of.t(), values))
         pieces = (t.split(m // tp.leaves) for t in (of, values))
         return tree(o.t().contiguous() @ v.clone() for o, v in zip(*pieces, strict=True))
+
+
+def in_a_sequence(call: Call, m: int, *, valid: int, tp: TensorParallel, device: torch.device) -> Tensor:
+    """Returns bool [valid]: which of the first of this rank's m rows count, those of a sequence and no padding."""
+    if call.cu_seqlens is None and call.key_mask is None:
+        return torch.ones(valid, dtype=torch.bool, device=device)
+    return _sequences(call, call.first_row(m, tp.rank, tp.size, tp), valid, device).any(0)
 
 
 def _sequences(call: Call, first_row: FirstRow, m: int, device: torch.device) -> Tensor:

@@ -15,10 +15,11 @@ adapter the MLP's two GEMMs run one by one, and its activation is kept.  Those o
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..collectives import copy
@@ -30,10 +31,11 @@ from ..kernels.runtime.main_grad import cast, derived
 from ..kernels.runtime.op import acc_dtype
 from ..kernels.runtime.rules import POSITIVE, SEED, check_number, integer, quoted
 from ..parallel import TensorParallel
+from ..ranks.messages import together
 from ..sequence_parallel import gather_linear
 from .expert_lora import ExpertLoRA
 from .linear import Adaptable, Adapter, Parts, RowParallelLinear
-from .lora_targets import adaptable_layers, base_of, chosen_layers
+from .lora_targets import Chosen, adaptable_layers, base_of, chosen_layers
 from .module import Origin, initialize, leaf_slices, local, on_pieces, on_rows, per_leaf
 from .moe import ParallelMoE
 
@@ -200,26 +202,31 @@ def add_lora(
     is twice as large, as in PEFT.  A is N(0, 1 / 3K), by Philox of (``seed``, name, global index), the same bits at
     every split; B is 0, so nothing changes until it is trained.  Adapters are fp32 beside 16-bit weights.  Call it
     before the optimizer is made and before DDP.
-    ValueError for a target that does not exist, or is a router or a shared expert, whose adapters are not built, a
-    second call, or ``dropout``, which is not built.
+    ValueError, on every rank if on one, for a target that does not exist, or is a router or a shared expert, whose
+    adapters are not built, a second call, or ``dropout``, which is not built.  ``state_dict()`` has A and B, but neither
+    ``alpha`` nor whether they are merged, which ``load_checkpoint`` compares.
     """
-    check(dropout == 0, f"add_lora: dropout on an adapter's input is not built, got dropout={dropout}")
-    check_number("add_lora: alpha", alpha, POSITIVE)
-    check_number("add_lora: seed", seed, SEED)
-    check_number("add_lora: rank", rank, integer(1, _MAX_RANK))
-    listed_names = isinstance(targets, list | tuple | set | frozenset) and all(isinstance(t, str) for t in targets)
-    check(listed_names, f"add_lora: targets must be names of layers, got {quoted(targets)}")
-    base, layers = base_of(model), list(adaptable_layers(model))
-    check(bool(layers), f"add_lora: {type(model).__name__} has no tensor-parallel linear layer")
-    check(
-        all(layer.tp.batch_invariant is None for _, layer in layers),
-        "add_lora: adapters are not built for batch_invariant, whose GEMMs are in tiles of rows",
-    )
-    check(all(layer.lora is None for _, layer in layers), "add_lora: the model has adapters already")
-    chosen = chosen_layers("add_lora", base, targets)
+    layers = list(adaptable_layers(model))
+
+    def choose() -> list[Chosen]:
+        check(dropout == 0, f"add_lora: dropout on an adapter's input is not built, got dropout={dropout}")
+        check_number("add_lora: alpha", alpha, POSITIVE)
+        check_number("add_lora: seed", seed, SEED)
+        check_number("add_lora: rank", rank, integer(1, _MAX_RANK))
+        listed_names = isinstance(targets, list | tuple | set | frozenset) and all(isinstance(t, str) for t in targets)
+        check(listed_names, f"add_lora: targets must be names of layers, got {quoted(targets)}")
+        check(bool(layers), f"add_lora: {type(model).__name__} has no tensor-parallel linear layer")
+        check(
+            all(layer.tp.batch_invariant is None for _, layer in layers),
+            "add_lora: adapters are not built for batch_invariant, whose GEMMs are in tiles of rows",
+        )
+        check(all(layer.lora is None for _, layer in layers), "add_lora: the model has adapters already")
+        return chosen_layers("add_lora", base_of(model), targets)
+
+    chosen = together(choose, _groups(layer for _, layer in layers))
     chosen[0].layer.tp.agree("add_lora", dict(rank=rank, alpha=alpha, targets=tuple(targets), seed=seed))
     model.requires_grad_(False)
-    for module in trained_modules(base).values():
+    for module in trained_modules(base_of(model)).values():
         module.requires_grad_(True)
     for path, layer, parts, adapted, apart in chosen:
         weight = local(layer.get_parameter(next(iter(parts))))
@@ -251,17 +258,26 @@ def unmerge_lora(model: nn.Module) -> nn.Module:
 def _merge(model: nn.Module, sign: int) -> nn.Module:
     layers = [(layer, lora) for _, layer, lora in adapted_layers(model)]
     name = "merge_lora" if sign > 0 else "unmerge_lora"
-    check(bool(layers), f"{name}: the model has no adapters")
-    check(
-        all(lora.merged == (sign < 0) for _, lora in layers),
-        f"{name}: the adapters are {'' if sign > 0 else 'not '}merged already",
-    )
+
+    def check_state() -> None:
+        check(bool(layers), f"{name}: the model has no adapters")
+        check(
+            all(lora.merged == (sign < 0) for _, lora in layers),
+            f"{name}: the adapters are {'' if sign > 0 else 'not '}merged already",
+        )
+
+    together(check_state, _groups(layer for _, layer in adaptable_layers(model)))
     for layer, lora in layers:
         for leaf, delta in lora.deltas().items():
             w = local(layer.get_parameter(leaf))
             w.copy_(w.to(acc_dtype(w)) + sign * delta)
         lora.merged = sign > 0
     return model
+
+
+def _groups(layers: Iterable[Adaptable]) -> list[dist.ProcessGroup]:
+    """Returns the groups whose ranks call a function of adapters together."""
+    return [*dict.fromkeys(group for layer in layers if (group := layer.tp.call_group) is not None)]
 
 
 def trained_modules(base: Any) -> dict[str, nn.Module]:

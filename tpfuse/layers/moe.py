@@ -20,7 +20,7 @@ from ..parallel import TensorParallel
 from ..sequence_parallel import routed_experts
 from ..sequence_parallel.experts import NO_ADAPTERS, RoutedParts
 from ..sequence_parallel.shared_expert import SharedParts, SharedWeights
-from .balance import router_sums
+from .balance import in_a_sequence, router_sums
 from .call import CALL, Call
 from .expert_ranks import ExpertGroup, expert_ranks
 from .linear import Adaptable
@@ -216,7 +216,7 @@ class ParallelMoE(Adaptable):
             valid=max(0, min(m, valid - tp.rank * m)), recompute=recompute, keep=call.keep,
             adapters=NO_ADAPTERS if adapter is None else adapter.pairs(),
         )  # fmt: skip
-        self._count(routed.chosen)
+        self._count(routed.chosen, call, m)
         return routed
 
     def _router(self) -> Tensor:
@@ -235,13 +235,14 @@ class ParallelMoE(Adaptable):
         """What is added to a row's scores for the choice, [E]; None: nothing."""
         return local(self.shard("router_bias")) if self.routing.biased else None
 
-    def _count(self, chosen: Tensor) -> None:
-        """Counts each expert's rows, once: a pass that backward makes again counts nothing."""
+    def _count(self, chosen: Tensor, call: Call, m: int) -> None:
+        """Counts each expert's rows among this rank's m, once: a pass that backward makes again counts nothing, as do
+        rows of no sequence."""
         again = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
         if self.routing.biased and self.training and not again:
-            chosen = chosen.flatten().long()
+            counted = in_a_sequence(call, m, valid=len(chosen), tp=self.tp, device=chosen.device).long()
             load = torch.zeros(self.num_experts, dtype=torch.int64, device=chosen.device)
-            load.index_add_(0, chosen, torch.ones_like(chosen))
+            load.index_add_(0, chosen.flatten().long(), counted[:, None].expand_as(chosen).flatten())
             self.load = load if self.load is None else self.load.to(load.device) + load
 
     def forward(

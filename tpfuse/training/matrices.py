@@ -1,6 +1,7 @@
 """Whole weight matrices for optimizers that need them, as Muon and Shampoo do."""
 
 import math
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -38,6 +39,7 @@ class WholeMatrices:
     def __init__(self, module: nn.Module, *, only: Iterable[nn.Parameter] | None = None):
         """``only``: the weights among those of ``module``; without it, all."""
         self.sources: dict[str, tuple[nn.Parameter, SplitParameter, nn.Parameter]] = {}
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # whose zero_grad resets these too
         for name, p, placement in matrices_in(module, only):
             matrix = nn.Parameter(_matrix(stepped(p).detach(), placement), requires_grad=p.requires_grad)
             self.sources[name] = p, placement, matrix
@@ -52,13 +54,26 @@ class WholeMatrices:
         mine = {p for p, *_ in self.sources.values()}
         return [stepped(p) for p in module.parameters() if p not in mine]
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets the gradients of the weights that the matrices are of."""
+        for source, *_ in self.sources.values():
+            p = stepped(source)
+            if set_to_none:
+                p.grad = None
+            elif p.grad is not None:
+                p.grad.zero_()
+
     @torch.no_grad()
-    def gather_gradients(self, *_: Any) -> None:
-        """Gives every matrix its whole gradient.  A step pre-hook of the optimizer; every rank calls it.
+    def gather_gradients(self, optimizer: torch.optim.Optimizer | None = None, *_: Any) -> None:
+        """Gives every matrix its whole gradient.  A step pre-hook of the optimizer, whose ``zero_grad()`` resets the
+        weights' gradients too from then on; every rank calls it.
 
         ValueError on every rank where a parameter has a gradient on some ranks only, RuntimeError for a MainGrad's that
         is not reduced.
         """
+        if optimizer is not None and optimizer not in self._optimizers:
+            self._optimizers.add(optimizer)
+            _extend_zero_grad(optimizer, self)
         gradients = {name: gradient(p) for name, (p, *_) in self.sources.items()}
         group = next((placement.tp.group for _, placement, _ in self.sources.values() if placement.tp.size > 1), None)
         if group is not None:
@@ -71,6 +86,17 @@ class WholeMatrices:
                 matrix.data = _matrix(weight.detach(), placement)
             slices = None if grad is None else _matrix(grad, placement)
             matrix.grad = slices.redistribute(placements=[Replicate()]) if isinstance(slices, DTensor) else slices
+
+
+def _extend_zero_grad(optimizer: torch.optim.Optimizer, matrices: WholeMatrices) -> None:
+    """Makes an optimizer's zero_grad reset the gradients of the weights as well as those of their matrices."""
+    of_matrices = optimizer.zero_grad
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        of_matrices(set_to_none)
+        matrices.zero_grad(set_to_none)
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
 def matrices_in(

@@ -7,6 +7,8 @@ All are plain functions of their arguments, so every rank computes the same with
 computes it again.
 """
 
+import math
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.runtime.errors import check
+from ..kernels.runtime.rules import COUNT, check_number, described, quoted
 from ..models.config.model import ModelConfig
 
 
@@ -24,7 +27,8 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     (Johnson 1973).  ValueError for a document longer than ``capacity``: the caller decides where to cut it, since what
     follows the cut no longer sees what precedes it.
     """
-    check(capacity >= 1, f"pack: capacity must be at least 1, got {capacity}")
+    check_number("pack: capacity", capacity, COUNT)
+    lengths = _integers("pack: lengths", lengths)
     check(not lengths or min(lengths) >= 1, "pack: a document has no tokens")
     longest = max(lengths, default=0)
     check(longest <= capacity, f"pack: a document of {longest} tokens is longer than capacity={capacity}; cut it first")
@@ -61,13 +65,14 @@ def balance(costs: Sequence[float], replicas: int) -> Balance:
 
     The largest share is at most 4/3 of the best possible (Graham 1969).  Where round robin happens to be better, it is
     taken.  ValueError where there are fewer items than replicas (every replica takes part in a step of gradients), or
-    where a cost is not positive.
+    where a cost is not positive and finite.
     """
-    check(replicas >= 1, f"balance: replicas must be at least 1, got {replicas}")
+    check_number("balance: replicas", replicas, COUNT)
     check(
         len(costs) >= replicas, f"balance: {len(costs)} items are too few for {replicas} replicas, since each needs one"
     )
-    check(min(costs) > 0, f"balance: every cost must be positive, got {min(costs)}")
+    wrong = [cost for cost in costs if not 0 < cost < math.inf]
+    check(not wrong, f"balance: every cost must be positive and finite, got {wrong[:1]}")
     dealt = [list(range(r, len(costs), replicas)) for r in range(replicas)]
     shares: list[list[int]] = [[] for _ in range(replicas)]
     loads = [0.0] * replicas
@@ -83,12 +88,13 @@ def balance(costs: Sequence[float], replicas: int) -> Balance:
 def document_cost(length: int, config: ModelConfig) -> int:
     """Returns the multiplications and additions of a GPT's forward over one document of ``length`` tokens.
 
-    They are a * length in the GEMMs and b * length^2 in attention (beyond a layer's window, b * window per token).
+    They are a * length in the GEMMs, of experts those that a token has, and b * length^2 in attention (beyond a layer's
+    window, b * window per token).
     """
     c = config
     projections = c.hidden_size * c.head_size * (2 * c.num_heads + 2 * c.kv_heads)
-    mlp = c.hidden_size * c.ffn_width * (3 if c.gated else 2)
-    weights = c.num_layers * (projections + mlp) + c.hidden_size * c.vocab_size
+    mlps = c.hidden_size * sum(c.mlp_shape(layer).columns for layer in range(c.num_layers))
+    weights = c.num_layers * projections + mlps + c.hidden_size * c.vocab_size
     pairs = sum(_pairs(length, window) for window in c.windows)
     return 2 * length * weights + 4 * pairs * c.num_heads * c.head_size
 
@@ -108,15 +114,35 @@ class PackedBatch(NamedTuple):
 def packed_batch(documents: Sequence[Tensor | Sequence[int]]) -> PackedBatch:
     """Returns documents one after the other in one row.
 
-    Labels are the tokens themselves; the model shifts them within each document.
+    Labels are the tokens themselves; the model shifts them within each document.  ValueError for documents that are not
+    sequences of integers.
     """
     check(len(documents) > 0, "packed_batch: there are no documents")
-    tokens = [torch.as_tensor(document, dtype=torch.int64) for document in documents]
+    tokens = [_tokens(document) for document in documents]
     lengths = [len(t) for t in tokens]
     check(min(lengths) >= 1, "packed_batch: a document has no tokens")
     ids = torch.cat(tokens)[None]
     bounds = torch.tensor([0, *lengths], device=ids.device).cumsum(0, dtype=torch.int32)
     return PackedBatch(ids, ids, bounds, max(lengths))
+
+
+def _integers(name: str, values: Sequence[int]) -> list[int]:
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError:
+        raise ValueError(f"{name} must be integers, got {quoted(values)}") from None
+
+
+def _tokens(document: Tensor | Sequence[int]) -> Tensor:
+    """Returns a document's ids, int64 [n]."""
+    if not isinstance(document, Tensor):
+        return torch.tensor(_integers("packed_batch: a document's tokens", document), dtype=torch.int64)
+    integer = not (document.is_floating_point() or document.is_complex() or document.dtype == torch.bool)
+    check(
+        integer and document.dim() == 1,
+        f"packed_batch: a document must be a list or a 1-d tensor of integers, got {described(document)}",
+    )
+    return document.long()
 
 
 def _largest_first(sizes: Sequence[float]) -> list[int]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from tests.common import assert_equal
 from tests.models.common import STEP_CONFIG, Training
 from tests.training.checkpoint.common import made, state
-from tpfuse import load_checkpoint, param_groups, save_checkpoint
+from tpfuse import add_lora, load_checkpoint, merge_lora, param_groups, save_checkpoint
 from tpfuse.models import GPT
 from tpfuse.training.checkpoint.conditions import check_config, config_of
 from tpfuse.training.checkpoint.meta import sealed
@@ -122,6 +123,27 @@ def test_any_config_that_is_a_dataclass():
     assert config_of(model) is None
     model.config = Config()
     assert config_of(model) == {"sizes": [1, 2], "kind": "torch.float32"}
+
+
+def adapted(alpha=4):
+    model = add_lora(GPT(STEP_CONFIG), rank=2, alpha=alpha)
+    return model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+
+def test_adapters_of_another_alpha_and_merged_ones(tmp_path):
+    """Neither is a tensor, and both decide the function."""
+    model, optimizer = adapted()
+    path = save_checkpoint(tmp_path / "apart", model, optimizer, step=1)
+    load_checkpoint(tmp_path / "apart", *adapted())
+    with pytest.raises(ValueError, match=rf"qkv has scale=4.0, {re.escape(str(path))} was written with '2.0'"):
+        load_checkpoint(tmp_path / "apart", *adapted(alpha=8))
+    merge_lora(model)
+    save_checkpoint(tmp_path / "merged", model, optimizer, step=1)
+    load_checkpoint(tmp_path / "merged", model, optimizer)
+    with pytest.raises(ValueError, match="has merged=True, .* was written with 'False'"):
+        load_checkpoint(tmp_path / "apart", model, optimizer)
+    with pytest.raises(ValueError, match="has merged=False, .* was written with 'True'"):
+        load_checkpoint(tmp_path / "merged", *adapted())
 
 
 def test_another_optimizer(tmp_path):

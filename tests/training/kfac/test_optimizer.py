@@ -1,5 +1,6 @@
 """KFAC's steps: the same at every tensor-parallel size and over replicas, resumed bit for bit, and what is refused."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -155,6 +156,46 @@ def test_a_gradient_that_is_dropped():
     assert_equal(stepped(*found, range(2)), stepped(*exact, range(2)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_a_gradient_of_zeros_is_an_update_of_zeros(dtype):
+    """Of weights in front of ones that are 0, as some start, and of a step without labels."""
+    model, kfac, _ = made(dtype=dtype)
+    for block in model.blocks:
+        torch.nn.init.zeros_(block.attention.out.weight)
+        torch.nn.init.zeros_(block.mlp.fc2.weight)
+    before = whole(model)
+    model(**call_of(0), step=0).loss.backward()
+    kfac.step()
+    changed = [name for name, x in whole(model).items() if not torch.equal(x, before[name] * (1 - 0.01 * 0.1))]
+    assert "blocks.0.mlp.fc2.weight" in changed and "blocks.0.mlp.fc1.weight" not in changed
+    assert all(p.isfinite().all() for p in model.parameters())
+    model, kfac, _ = made(dtype=dtype)
+    before, call = whole(model), call_of(0)
+    model(**call | dict(labels=torch.full_like(call["labels"], -100)), step=0).loss.backward()
+    kfac.step()
+    after = whole(model)
+    torch.testing.assert_close(after["blocks.0.mlp.fc1.weight"], before["blocks.0.mlp.fc1.weight"] * 0.999)
+
+
+def unlike(world):
+    """-> errors of numbers that are another on rank 1: of a KFAC, of one that only rank 1 cannot have, at a step"""
+    model, odd = GPT(STEP_CONFIG, tp=make_tp(world)), world.rank == 1
+    errors = [said(lambda: KFAC(model, refresh=1 + odd)), said(lambda: KFAC(model, lr=-1.0 if odd else 1.0))]
+    kfac = KFAC(model)
+    model(**batch(STEP_CONFIG)).loss.backward()
+    kfac.param_groups[0]["lr"] *= 1 + odd
+    return [*errors, said(kfac.step)]
+
+
+def test_numbers_are_the_same_on_every_rank(ranks):
+    first, second = ranks(2, unlike)
+    assert first == second
+    refresh, negative, rate = first
+    assert refresh == "KFAC: refresh must be the same on every tensor-parallel rank, got rank 0: 1; rank 1: 2"
+    assert "KFAC: lr must be at least 0 and finite, got -1.0" in negative
+    assert rate == "KFAC.step: lr must be the same on every tensor-parallel rank, got rank 0: 0.001; rank 1: 0.002"
+
+
 def refused(world):
     errors = {}
     copied = GPT(replace(STEP_CONFIG, num_kv_heads=1), tp=make_tp(world))
@@ -188,8 +229,19 @@ def test_refused_in_one_process():
     adapted = tpfuse.add_lora(GPT(STEP_CONFIG), rank=2, alpha=4)
     assert "KFAC: GPT has no weight of a parallel linear layer to train" in said(lambda: KFAC(adapted or GPT))
     assert "lr must be at least 0" in said(lambda: KFAC(GPT(STEP_CONFIG), lr=-1.0))
+    assert "KFAC: lr must be a number, got None" in said(lambda: KFAC(GPT(STEP_CONFIG), lr=None))
     model = GPT(STEP_CONFIG)
+    assert "KFAC: model must be a module" in said(lambda: KFAC(model.parameters()))
+    assert "KFAC: dp must be a DeviceMesh, a ProcessGroup or None, got 'x'" in said(lambda: KFAC(model, dp="x"))
     kfac, main = KFAC(model), tpfuse.MainGrad(model)
+    assert "KFAC has the weights of its model's layers alone" in said(lambda: kfac.add_param_group(dict(params=[])))
+    with pytest.raises(TypeError, match="cannot be copied; use state_dict"):
+        copy.deepcopy(kfac)
+    state = kfac.state_dict()
+    state["param_groups"][0]["refresh"] = 0
+    assert "KFAC.load_state_dict: refresh must be a positive integer, got 0" in said(
+        lambda: kfac.load_state_dict(state)
+    )
     model(**batch(STEP_CONFIG)).loss.backward()
     main.reduce()
     assert "MainGrad: the optimizer holds blocks.0" in said(kfac.step)

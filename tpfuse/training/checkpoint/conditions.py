@@ -13,6 +13,7 @@ from torch import nn
 
 from ..._version import __version__
 from ...kernels.runtime.processor import order_of_sums
+from ...layers.lora import adapted_layers
 from ...layers.shards import named_specs
 from ...parallel import TensorParallel
 from ...pipeline.trees import micro_batches_of
@@ -79,6 +80,21 @@ def warn_of_differences(path: Path, saved: Mapping[str, Any], current: Mapping[s
         warnings.warn(
             f"load_checkpoint: training goes on, not bit for bit: {path} was written with {changes}", stacklevel=3
         )
+
+
+def adapters_of(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Returns by layer what decides the function of an adapter beside its weights, which are stored with the others."""
+    return {path: {"scale": lora.scale, "merged": lora.merged} for path, _, lora in adapted_layers(model)}
+
+
+def check_adapters(path: Path, saved: Mapping[str, Mapping[str, Any]], model: nn.Module) -> None:
+    """ValueError where an adapter has another scale than the one that was saved, or one of both is merged."""
+    for layer, current in adapters_of(model).items():
+        for key, value in saved.get(layer, {}).items():
+            if current.get(key, value) != value:
+                raise ValueError(
+                    f"the adapter of {layer} has {key}={current[key]!r}, {path} was written with {str(value)[:60]!r}"
+                )
 
 
 def config_of(model: nn.Module) -> dict[str, Any] | None:

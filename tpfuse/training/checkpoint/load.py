@@ -12,7 +12,7 @@ from ...pipeline.delays import Pending, delay_of
 from ..ok_topk import OkTopk
 from . import background as thread
 from . import state, version1
-from .conditions import check_config, conditions, warn_of_differences
+from .conditions import check_adapters, check_config, conditions, warn_of_differences
 from .errors import named
 from .folder import META, SAVING, read_latest, warn_of_newer
 from .hooks import HookState, Reading, put_hook, read_hook
@@ -134,6 +134,7 @@ def _check(checkpoint: _Checkpoint, stock: state.Stock, wanted: _Wanted) -> None
     state.check_model(path, wanted.entries, stock, wanted.elsewhere)
     if meta["version"] != 1:
         check_config(path, meta["config"], wanted.model)
+        check_adapters(path, meta.get("adapters") or {}, wanted.model)
     if wanted.optimizers:
         kind = state.kinds_of(wanted.optimizers)
         if meta.get("optimizer", kind) != kind:

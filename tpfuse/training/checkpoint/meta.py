@@ -160,10 +160,14 @@ _FIELDS_1: dict[str, Rule] = {
     "param_groups": (lambda v: isinstance(v, list) and all(map(_group, v)), "a list of groups with params"),
     "extra": (lambda v: True, "any value"),
 }
-_WITHOUT: Meta = {"hook": None, "pending": None}  # fields that need not be there
+_WITHOUT: Meta = {"hook": None, "pending": None, "adapters": {}}  # fields that need not be there
 _FIELDS: dict[str, Rule] = _FIELDS_1 | {
     "optimizer": (lambda v: isinstance(v, str), "a string"),
     "config": (lambda v: v is None or isinstance(v, dict), "an object or null"),
+    "adapters": (
+        lambda v: isinstance(v, dict) and all(isinstance(of_layer, dict) for of_layer in v.values()),
+        "objects by layer, or not there",
+    ),
     "conditions": (lambda v: isinstance(v, dict), "an object"),
     "tensors": (lambda v: isinstance(v, dict) and all(map(_tensor, v.values())), "dtypes and shapes by name"),
     "hook": (_hook, "replicas, a step and units of names, or not there"),

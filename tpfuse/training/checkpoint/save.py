@@ -20,7 +20,7 @@ from ...pipeline.placement import Stage
 from ...ranks.messages import RankEnded
 from ..ok_topk import OkTopk
 from . import background as thread
-from .conditions import conditions, config_of
+from .conditions import adapters_of, conditions, config_of
 from .errors import named
 from .folder import SAVING, check_shared, new_checkpoint, publish, read_latest, tidy
 from .hooks import hook_pieces
@@ -156,6 +156,8 @@ def _collect(model: nn.Module, optimizer: Optimizers, step: int, extra: Any) -> 
     meta = dict(version=VERSION, step=step, extra=extra, optimizer=kinds_of(optimizers))
     meta |= dict(seed=int(getattr(model, "seed", 0)), model_step=int(getattr(model, "step", 0)))
     meta |= {"config": config_of(model), "conditions": conditions(model), _GROUPS: groups}
+    if adapters := adapters_of(model):
+        meta["adapters"] = adapters
     copied = json.loads(json.dumps(meta))  # the caller's changes do not reach it
     return pieces_of(entries, owners_of(optimizers)), copied
 

@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 from ...kernels.runtime.captures import capture, captured_by
 from ...kernels.runtime.errors import check
 from ...kernels.runtime.op import acc_dtype
-from ...kernels.runtime.rules import NOT_NEGATIVE, POSITIVE, check_numbers, integer, listed, number
+from ...kernels.runtime.rules import NOT_NEGATIVE, POSITIVE, check_rules, integer, listed, number, quoted
 from ...layers.linear import ColumnProjection, RowParallelLinear
 from ...pipeline import Filling, Work
+from ...ranks.agreement import Header, agree_over, agreement_of
 from ...ranks.messages import together
 from ..main_grad import stepped
 from ..matrices import WholeMatrices
@@ -59,7 +60,8 @@ class KFAC(torch.optim.Optimizer):
 
     ValueError for a model without such weights to train (as with LoRA), kv heads that several ranks hold, DTensors,
     context parallelism, ``TensorParallel(bitwise=...)``, weights that have a KFAC or that two ranks of a pipeline hold,
-    and for a world larger than the tensor-parallel group without ``dp``.
+    for a world larger than the tensor-parallel group without ``dp``, and on every rank where ranks have other numbers,
+    here or at a step.
     """
 
     local_state = True  # save_checkpoint's question: the state is of plain tensors where matrices are DTensors
@@ -77,12 +79,21 @@ class KFAC(torch.optim.Optimizer):
         refresh: int = 1,
         dp: DeviceMesh | dist.ProcessGroup | None = None,
     ):
+        check(
+            isinstance(model, nn.Module), f"KFAC: model must be a module, whose weights it finds, got {quoted(model)}"
+        )
+        kinds = DeviceMesh | dist.ProcessGroup | None
+        check(isinstance(dp, kinds), f"KFAC: dp must be a DeviceMesh, a ProcessGroup or None, got {quoted(dp)}")
         numbers = dict(lr=lr, momentum=momentum, weight_decay=weight_decay, damping=damping, decay=decay)
-        check_numbers("KFAC", numbers | dict(refresh=refresh), _RULES)
-        self.matrices = WholeMatrices(model, only=weights_of(model))
+        numbers |= dict(refresh=refresh)
+        weights = weights_of(model)
+        replicas = _replica_group(model, dp.get_group() if isinstance(dp, DeviceMesh) else dp)
+        self._axes = _axes_of(model, replicas)
+        together(lambda: check_rules("KFAC", numbers, _RULES), self._axes)
+        agree_over([*self._axes.items()], numbers)
+        self.matrices = WholeMatrices(model, only=weights)
         check_copies(model, self.matrices)
         self._moment = Moment()
-        replicas = _replica_group(model, dp.get_group() if isinstance(dp, DeviceMesh) else dp)
         self._curvature: dict[nn.Parameter, Curvature] = {}
         for name, (p, placement, matrix) in self.matrices.sources.items():
             check(captured_by(p) is None, f"KFAC: {name} has a KFAC already")
@@ -90,7 +101,7 @@ class KFAC(torch.optim.Optimizer):
             self._curvature[matrix] = Curvature(name, placement, groups, self._moment)
             capture(p, self._curvature[matrix].receive)
         self._work: list[Work] = []
-        super().__init__(self.matrices.parameters(), numbers | dict(refresh=refresh, steps=0))
+        super().__init__(self.matrices.parameters(), numbers | dict(steps=0))
         self._moment.group = self.param_groups[0]
 
     def remaining(self, model: nn.Module) -> list[nn.Parameter]:
@@ -120,12 +131,17 @@ class KFAC(torch.optim.Optimizer):
         """Updates the weights.  Every rank calls it.
 
         ValueError on every rank where a weight has a gradient and its matrices have not been captured: a compiled
-        module, a LoRA adapter beside a weight that is trained, a KFAC that was made after the backward pass.
+        module, a LoRA adapter beside a weight that is trained, a KFAC that was made after the backward pass; and where
+        ranks have other numbers.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        (group,) = self.param_groups
+        for ranks, (name, axis, _) in self._axes.items():
+            compare = agreement_of(ranks, f"{name}.step", each_call=True, axis=axis)
+            compare(ranks, {key: group[key] for key in self.rules}, {})
         self.matrices.gather_gradients()
         if self._moment.filler is not None:
             self._check_placed(self._moment.filler.filling)
@@ -134,13 +150,21 @@ class KFAC(torch.optim.Optimizer):
             for p in self._curvature:
                 for side in SIDES:
                     self._refresh(p, side)
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._update(p, group)
-                    p.grad = None  # whole on every rank; a gradient scaler would take it for the next step's
-            group["steps"] += 1
+        for p in self._curvature:
+            if p.grad is not None:
+                self._update(p, group)
+                p.grad = None  # whole on every rank; a gradient scaler would take it for the next step's
+        group["steps"] += 1
         return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """ValueError: the weights are those of the model's layers, which give the factors."""
+        check(not self.param_groups, "KFAC has the weights of its model's layers alone; give others another optimizer")
+        super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """TypeError: a copy would be of no model's layers, and would step on nothing."""
+        raise TypeError("a KFAC, which takes its factors from its model's layers, cannot be copied; use state_dict()")
 
     def _check_placed(self, filling: Filling) -> None:
         """ValueError, the same on every rank, for a filling without some pieces of the latest ``work``."""
@@ -159,7 +183,7 @@ class KFAC(torch.optim.Optimizer):
         together(lambda: check(not missing, error), groups)
 
     def _refresh(self, p: nn.Parameter, side: str) -> None:
-        group = next(group for group in self.param_groups if any(p is q for q in group["params"]))
+        (group,) = self.param_groups
         self._curvature[p].refresh(side, self.state[p], group["decay"], group["damping"])
 
     def _update(self, p: nn.Parameter, group: Mapping[str, Any]) -> None:
@@ -171,7 +195,8 @@ class KFAC(torch.optim.Optimizer):
             state["momentum"] = torch.zeros_like(gradient)
         state["momentum"].mul_(group["momentum"]).add_(gradient)
         update = curvature.precondition(state["momentum"], state)
-        update *= _RMS * update.numel() ** 0.5 / update.norm().clamp(min=torch.finfo(dtype).tiny)
+        update /= update.norm().clamp(min=torch.finfo(dtype).tiny)  # apart from the next line: 0 times infinity is NaN
+        update *= _RMS * update.numel() ** 0.5
         (p.to_local() if isinstance(p, DTensor) else p).mul_(1 - group["lr"] * group["weight_decay"]).add_(
             update[curvature.placement.spec.local(curvature.placement.tp)], alpha=-group["lr"]
         )
@@ -180,18 +205,16 @@ class KFAC(torch.optim.Optimizer):
         """Resets the gradients of the model's weights that are here, and forgets what their matrices have added since
         the latest step, as after a gradient that is not to be stepped on."""
         super().zero_grad(set_to_none)
-        for source, *_ in self.matrices.sources.values():
-            p = stepped(source)
-            if set_to_none:
-                p.grad = None
-            elif p.grad is not None:
-                p.grad.zero_()
+        self.matrices.zero_grad(set_to_none)
         if self._moment.filler is None:
             for curvature in self._curvature.values():
                 curvature.sums.clear()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads a state, in its dtypes: torch would round factors to a weight's."""
+        """Loads a state, in its dtypes: torch would round factors to a weight's.  ValueError for numbers by which nothing
+        can be trained."""
+        for group in state_dict["param_groups"]:
+            check_rules("KFAC.load_state_dict", group, self.rules)
         super().load_state_dict(dict(state_dict))
         for p, number_ in zip(self._curvature, sum((g["params"] for g in state_dict["param_groups"]), []), strict=True):
             saved = state_dict["state"].get(number_, {})
@@ -214,6 +237,13 @@ def weights_of(model: nn.Module) -> list[nn.Parameter]:
             ]
     check(len(weights) > 0, f"KFAC: {type(model).__name__} has no weight of a parallel linear layer to train")
     return weights
+
+
+def _axes_of(model: nn.Module, replicas: dist.ProcessGroup | None) -> dict[dist.ProcessGroup, Header]:
+    """Returns the groups whose ranks step together, with what an error of theirs says."""
+    layers = [m for m in model.modules() if isinstance(m, ColumnProjection | RowParallelLinear)]
+    axes = {layer.tp.group: Header("KFAC") for layer in layers if layer.tp.group is not None}
+    return axes if replicas is None else axes | {replicas: Header("KFAC", axis="data-parallel")}
 
 
 def _replica_group(model: nn.Module, dp: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
