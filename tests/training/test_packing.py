@@ -97,9 +97,9 @@ def test_the_cost_is_what_the_model_multiplies():
     ):
         with torch.device("meta"):
             parameters = GPT(config).named_parameters()
-        share = lambda name: config.experts_per_token / config.num_experts if name.endswith((".fc1", ".fc2")) else 1
+        used = (config.experts_per_token or 1) / (config.num_experts or 1)  # of experts' weights, by a token
         weights = sum(
-            round(p.numel() * share(name))
+            round(p.numel() * (used if name.endswith((".fc1", ".fc2")) else 1))
             for name, p in parameters
             if p.dim() > 1 and not name.startswith(("embedding", "positions")) and "bias" not in name
         )

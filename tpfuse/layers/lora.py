@@ -203,7 +203,7 @@ def add_lora(
     every split; B is 0, so nothing changes until it is trained.  Adapters are fp32 beside 16-bit weights.  Call it
     before the optimizer is made and before DDP.
     ValueError, on every rank if on one, for a target that does not exist, or is a router or a shared expert, whose
-    adapters are not built, a second call, or ``dropout``, which is not built.  ``state_dict()`` has A and B, but neither
+    adapters are not built, a second call, or ``dropout``, which is not built.  ``state_dict()`` has A and B, not
     ``alpha`` nor whether they are merged, which ``load_checkpoint`` compares.
     """
     layers = list(adaptable_layers(model))

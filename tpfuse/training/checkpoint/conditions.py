@@ -82,12 +82,12 @@ def warn_of_differences(path: Path, saved: Mapping[str, Any], current: Mapping[s
         )
 
 
-def adapters_of(model: nn.Module) -> dict[str, dict[str, Any]]:
+def adapters_of(model: nn.Module) -> dict[str, dict[str, float | bool]]:
     """Returns by layer what decides the function of an adapter beside its weights, which are stored with the others."""
     return {path: {"scale": lora.scale, "merged": lora.merged} for path, _, lora in adapted_layers(model)}
 
 
-def check_adapters(path: Path, saved: Mapping[str, Mapping[str, Any]], model: nn.Module) -> None:
+def check_adapters(path: Path, saved: Mapping[str, Mapping[str, object]], model: nn.Module) -> None:
     """ValueError where an adapter has another scale than the one that was saved, or one of both is merged."""
     for layer, current in adapters_of(model).items():
         for key, value in saved.get(layer, {}).items():

@@ -3,7 +3,7 @@
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from ...layers.linear import ColumnProjection, RowParallelLinear
 from ...pipeline import Filling, Work
 from ...ranks.agreement import Header, agree_over, agreement_of
 from ...ranks.messages import together
-from ..main_grad import stepped
 from ..matrices import WholeMatrices
 from .bubbles import check_copies, pieces, stages_of
 from .curvature import SIDES, Curvature, Moment
@@ -157,12 +156,12 @@ class KFAC(torch.optim.Optimizer):
         group["steps"] += 1
         return loss
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Mapping[str, Any]) -> None:
         """ValueError: the weights are those of the model's layers, which give the factors."""
         check(not self.param_groups, "KFAC has the weights of its model's layers alone; give others another optimizer")
-        super().add_param_group(param_group)
+        super().add_param_group(dict(param_group))
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> NoReturn:
         """TypeError: a copy would be of no model's layers, and would step on nothing."""
         raise TypeError("a KFAC, which takes its factors from its model's layers, cannot be copied; use state_dict()")
 
@@ -211,8 +210,10 @@ class KFAC(torch.optim.Optimizer):
                 curvature.sums.clear()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads a state, in its dtypes: torch would round factors to a weight's.  ValueError for numbers by which nothing
-        can be trained."""
+        """Loads a state, in its dtypes: torch would round factors to a weight's.
+
+        ValueError for numbers by which nothing can be trained.
+        """
         for group in state_dict["param_groups"]:
             check_rules("KFAC.load_state_dict", group, self.rules)
         super().load_state_dict(dict(state_dict))
