@@ -1,6 +1,6 @@
-"""The same bits beside what a training script adds: GradScaler, MainGrad, a model of transformers.
+"""The same bits beside what a training script adds: GradScaler, MainGrad, Muon, a model of transformers.
 
-Spans: tpfuse/training/main_grad.py, tpfuse/training/foreign/scaler.py, tpfuse/interop/parallelize.py.
+Spans: tpfuse/training/main_grad.py, matrices.py and foreign/scaler.py, tpfuse/interop/parallelize.py.
 """
 
 import pytest
@@ -66,6 +66,25 @@ class InFp32(Plain):
         self.main.reduce()
 
 
+class OfMatrices(Plain):
+    """Muon, whose iteration in bf16 makes much of a last bit of a gradient."""
+
+    def __init__(self, tp):
+        super().__init__(tp)
+        matrices = tpfuse.WholeMatrices(self.model.blocks)
+        self.muon = torch.optim.Muon(matrices.parameters(), lr=0.02)
+        self.muon.register_step_pre_hook(matrices.gather_gradients)
+        self.optimizer = torch.optim.AdamW(matrices.others(self.model), lr=1e-2)
+
+    def gradients(self, losses):
+        self.muon.zero_grad()
+        super().gradients(losses)
+
+    def step(self):
+        self.muon.step()
+        super().step()
+
+
 class OfTransformers(Plain):
     def __init__(self, tp):
         import transformers
@@ -78,7 +97,7 @@ class OfTransformers(Plain):
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-2)
 
 
-KINDS_OF = {"GradScaler": Scaled, "MainGrad": InFp32, "parallelize": OfTransformers}
+KINDS_OF = {"GradScaler": Scaled, "MainGrad": InFp32, "Muon": OfMatrices, "parallelize": OfTransformers}
 
 
 def run(world, kind, sequence_parallel, bitwise=8):
