@@ -139,6 +139,49 @@ def test_without_its_sizes_it_is_refused(ranks):
         assert "ParallelismConfig(tp_size=2, dp_shard_size=1), got tp_size=1, dp_shard_size=2" in message
 
 
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(8))
+
+
+def streamed(world, layout, split_batches, dispatch_batches):
+    """-> the batches of this rank, or the error."""
+    options = dict(split_batches=split_batches, dispatch_batches=dispatch_batches)
+    options = dict(cpu=True, dataloader_config=accelerate.DataLoaderConfiguration(**options))
+    with launched(world):
+        make = lambda: Accelerator(parallelism_config=config(*layout), **options)
+        if dispatch_batches and (layout[0] > 1 or split_batches):
+            return said(make)
+        return [batch.tolist() for batch in make().prepare(DataLoader(Stream(), batch_size=4))]
+
+
+HALVES, QUARTERS = ([0, 1, 2, 3], [4, 5, 6, 7]), ([[0, 1], [4, 5]], [[2, 3], [6, 7]])
+ALL = list(HALVES)
+
+
+@pytest.mark.parametrize(
+    "layout, split_batches, read",
+    [
+        ((2, 2), False, [[rows] for rows in HALVES for _ in range(2)]),
+        ((2, 2), True, [rows for rows in QUARTERS for _ in range(2)]),
+        ((2, 1), False, [[rows] for rows in HALVES]),
+        ((1, 2), False, [ALL, ALL]),
+        ((1, 2), True, [ALL, ALL]),
+    ],
+)
+def test_an_iterable_data_set_is_divided_among_the_replicas(ranks, layout, split_batches, read):
+    assert ranks(layout[0] * layout[1], streamed, layout, split_batches, None) == read
+
+
+@pytest.mark.parametrize("layout, split_batches", [((2, 2), False), ((1, 2), True), ((1, 2), False)])
+def test_batches_that_one_rank_reads_are_for_one_replica(ranks, layout, split_batches):
+    for answer in ranks(layout[0] * layout[1], streamed, layout, split_batches, True):
+        if (layout, split_batches) == ((1, 2), False):
+            assert answer == ALL
+        else:
+            assert f"split_batches={split_batches}; give dispatch_batches=False" in answer
+
+
 def outside(world, folder):
     """-> the errors of a bare Accelerator, by method."""
     with launched(world):

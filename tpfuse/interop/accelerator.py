@@ -41,6 +41,10 @@ class MeshSizes(NamedTuple):
         return f"tp_size={self.tp_size}, dp_shard_size={self.dp_shard_size}"
 
 
+def _sizes(config: Any) -> MeshSizes:
+    return MeshSizes(config.tp_size, config.dp_shard_size)
+
+
 def check_processes(model: Model, counts: Mapping[str, int]) -> None:
     """Raises ValueError where a library counts other processes than torch.distributed does: each reads the environment
     by itself, and one that sees a process alone divides and gathers over none."""
@@ -100,6 +104,7 @@ class AcceleratorMixin:
     device: Any
     parallelism_config: Any
     num_processes: int
+    split_batches: bool
     _models: list[Any]
     _optimizers: list[Any]
 
@@ -112,12 +117,29 @@ class AcceleratorMixin:
         """Gives accelerate its ParallelismConfig, which its constructor refuses on CPUs."""
         world = dist.get_world_size() if dist.is_initialized() else 1
         check(config.total_size == world, f"accelerate: {world} ranks, and {config} is of {config.total_size}")
+        check(
+            not self.dispatch_batches or self._dispatches(config),
+            f"accelerate: dispatch_batches=True is right for one replica and split_batches=False, got {_sizes(config)}"
+            f" and split_batches={self.split_batches}; give dispatch_batches=False: replicas read rows of their own",
+        )
         self.state.parallelism_config = config
         self.state.device_mesh = config.get_device_mesh(self.device.type)
 
     @property
     def _tp(self) -> int:
         return 1 if self.parallelism_config is None else int(self.parallelism_config.tp_size)
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Returns what accelerate was told; False where it was not and would dispatch the same rows to all replicas,
+        or other rows to each rank of one."""
+        plain: Any = super()
+        told: bool | None = plain.dispatch_batches
+        return False if told is None and not self._dispatches(self.parallelism_config) else told
+
+    def _dispatches(self, config: Any) -> bool:
+        """Returns whether accelerate's dispatcher, to which all ranks of a mesh with tp are one replica, is right."""
+        return config is None or config.tp_size == 1 or (config.dp_shard_size == 1 and not self.split_batches)
 
     def _prepare_tp(self, *args: Any) -> tuple[Any, ...]:
         return args  # accelerate's own makes DTensors here, and warns where there are none
@@ -136,7 +158,7 @@ class AcceleratorMixin:
             return plain.prepare_model(model, device_placement, evaluation_mode)
         check_processes(split, {"accelerate": self.num_processes})
         sizes, config = sizes_of(split), self.parallelism_config
-        configured = None if config is None else MeshSizes(config.tp_size, config.dp_shard_size)
+        configured = None if config is None else _sizes(config)
         if split.tp.call_size == 1 and configured is None:
             whole: nn.Module = plain.prepare_model(model, device_placement, evaluation_mode)
             if isinstance(whole, DistributedDataParallel):
