@@ -8,7 +8,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.common import assert_close, assert_equal, make_tp
 from tests.models.common import GPT_CONFIG, STEP_CONFIG, Training, batch, default_dtype, results, whole
-from tpfuse import TensorParallel, as_dtensor, init_weights, load_checkpoint, param_groups, replicated, save_checkpoint
+from tpfuse import (
+    TensorParallel,
+    WholeMatrices,
+    as_dtensor,
+    init_weights,
+    load_checkpoint,
+    param_groups,
+    replicated,
+    save_checkpoint,
+)
 from tpfuse.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, VocabParallelHead
 from tpfuse.layers.shards import named_specs
 from tpfuse.models import GPT
@@ -139,6 +148,58 @@ def one_process(world):
     return True
 
 
+# ---- calls in a wrong order ----
+
+
+def early_optimizers(world):
+    """-> the errors of a step of optimizers that were made before as_dtensor."""
+    model = GPT(GPT_CONFIG, tp=make_tp(world))
+    matrices = WholeMatrices(model.blocks)
+    early = torch.optim.AdamW(model.parameters(), lr=0.1), torch.optim.SGD(matrices.parameters(), lr=0.1)
+    other = torch.optim.AdamW(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+    as_dtensor(model, world.mesh(1, world.size))
+    before = whole(model)
+    model(**batch(GPT_CONFIG)).loss.backward()
+    errors = []
+    for optimizer in early:
+        with pytest.raises(ValueError) as caught:
+            optimizer.step()
+        errors.append(str(caught.value))
+    assert_equal(whole(model), before)
+    other.step()
+    torch.optim.AdamW(model.parameters(), lr=0.1).step()
+    assert any((x != before[name]).any() for name, x in whole(model).items())
+    return errors
+
+
+@pytest.mark.parametrize("R", [1, 2])
+def test_the_step_of_an_optimizer_made_before_is_refused(ranks, R):
+    """It would train parameters that no module has any more."""
+    for errors in ranks(R, early_optimizers):
+        for name, count, message in zip(("AdamW", "SGD"), (28, 8), errors, strict=True):
+            assert message.startswith(f"{name}.step: {count} of its parameters were dropped by as_dtensor,")
+
+
+def called_again(world):
+    mesh, errors = world.mesh(1, world.size), []
+    for wrap in (as_dtensor, lambda model, mesh: fully_shard(model, mesh=mesh["dp"])):
+        model = GPT(GPT_CONFIG, tp=TensorParallel(mesh["tp"]))
+        wrap(model, mesh)
+        parameters = list(model.parameters())
+        with pytest.raises(ValueError) as caught:
+            as_dtensor(model, mesh)
+        assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_a_model_of_dtensors_is_refused(ranks):
+    """Made by as_dtensor, or by fully_shard."""
+    for message in sum(ranks(2, called_again), []):
+        assert message.startswith("as_dtensor: embedding.weight, ")
+        assert message.endswith("is a DTensor already; call as_dtensor once, before fully_shard")
+
+
 # ---- modules that share a parameter ----
 
 
@@ -207,7 +268,7 @@ def shared_slices(world):
 def test_a_slice_of_two_wholes_is_refused(ranks):
     for message in ranks(2, shared_slices):
         assert message.startswith(
-            "as_dtensor: 0.weight, 1.weight are one tensor, a slice of different wholes: 0.weight"
+            "as_dtensor: 0.weight, 1.weight are one tensor, which is a slice of different wholes:"
         )
 
 

@@ -11,7 +11,8 @@ from ..kernels.runtime.errors import check
 from ..kernels.runtime.main_grad import refuse
 from ..kernels.runtime.rules import listed
 from ..layers.shards import named_specs, owned
-from ..layers.state import is_split, to_dtensor
+from ..layers.state import dtensors, is_split, to_dtensor
+from .dropped import drop
 
 
 def as_dtensor(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -21,8 +22,8 @@ def as_dtensor(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     ``fully_shard(..., mesh=mesh["dp"])`` and before the optimizer is made.  A parameter that modules share stays one.
     Experts that are divided among the replicas stay as they are, and ``fully_shard`` leaves them out.  FSDP2 adds over
     replicas in the order of its rings; beside ``bitwise`` :func:`tpfuse.data_parallel`, with bitwise_micro_batches,
-    makes it a tree.  ValueError where the mesh is not of the model's tensor-parallel size, the model has a MainGrad, no
-    DTensor has its slices (of whole leaves), or modules share a tensor for slices of different wholes.
+    makes it a tree.  ValueError where the mesh is not of the model's tensor-parallel size, the model has a MainGrad or
+    DTensors, no DTensor has its slices (of whole leaves), or modules share a tensor for slices of different wholes.
     """
     if mesh.ndim > 1:
         if "tp" not in (mesh.mesh_dim_names or ()):
@@ -30,6 +31,8 @@ def as_dtensor(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         mesh = mesh["tp"]
     error = "as_dtensor: the model's gradients are in main_grad; make DTensors of a model without a MainGrad"
     refuse(model.parameters(), error)
+    names = dtensors(model.named_parameters())
+    check(not names, f"as_dtensor: {listed(names)} is a DTensor already; call as_dtensor once, before fully_shard")
     specs = list(named_specs(model))
     for name, _, tp in specs:
         if tp.replicas > 1:
@@ -46,6 +49,7 @@ def as_dtensor(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         for name in aliases[p]:
             path, _, leaf = name.rpartition(".")
             model.get_submodule(path).register_parameter(leaf, parameter)
+    drop(replaced, "as_dtensor")
     return model
 
 
