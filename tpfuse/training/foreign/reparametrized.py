@@ -1,10 +1,11 @@
-"""Parametrizations of torch that need the whole of a weight are refused where a rank holds a slice of it.
+"""Parametrizations and masks of torch that need the whole of a weight are refused where a rank holds a slice of it.
 
-A norm over a shard is not the norm of the whole, and each rank would divide by another.  Parametrizations that work
+A norm over a shard is not the norm of the whole, and each rank would divide by another.  What is pruned of a shard is
+not what is pruned of the whole, and a state dictionary would take its mask for the whole's.  Parametrizations that work
 element by element stay allowed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -34,6 +35,20 @@ def spectral_norm(original: Original, module: nn.Module, name: str, *args: Any, 
     """Stands in the place of the older torch.nn.utils.spectral_norm's SpectralNorm.apply."""
     _check("spectral_norm", module, name)
     return original(module, name, *args, **options)
+
+
+def prune(original: Original, method: type, module: nn.Module, name: str, *args: Any, **options: Any) -> Any:
+    """Stands in the place of torch.nn.utils.prune's BasePruningMethod.apply, which all of its methods call."""
+    _check(f"prune.{method.__name__}", module, name)
+    return original(method, module, name, *args, **options)
+
+
+def prune_globally(original: Original, parameters: Iterable[tuple[nn.Module, str]], *args: Any, **options: Any) -> Any:
+    """Stands in the place of torch.nn.utils.prune.global_unstructured, which prunes one parameter after the other."""
+    parameters = list(parameters)
+    for module, name in parameters:
+        _check("prune.global_unstructured", module, name)
+    return original(parameters, *args, **options)
 
 
 def _check(function: str, module: nn.Module, name: str) -> None:
