@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 from tests.interop.launched import launched, rows, said, split, weights
+from tests.models.common import whole
 from tpfuse import AcceleratorMixin
 
 accelerate = pytest.importorskip("accelerate")
@@ -119,6 +120,32 @@ def test_the_loop_is_that_of_one_process(ranks, tmp_path, layout):
         assert got["counted"][:2] == want["counted"][:2]
         for name, weight in want["weights"].items():
             assert (got["weights"][name] - weight).abs().max() < 1e-6
+
+
+def clipped(world, layout, bitwise=None):
+    """-> the norms and the whole clipped gradients of one layer, for two kinds of clipping, or the errors."""
+    with launched(world):
+        accelerator, model = Accelerator(cpu=True, parallelism_config=config(*layout)), split(world, *layout, bitwise)
+        wrapped = accelerator.prepare(model)
+        batch = torch.utils.data.default_collate(rows(4, ragged=False))
+        name, results = "blocks.0.mlp.fc1.weight", []
+        part = [model.parallel.get_parameter(name), model.parallel.get_parameter("input_norm.weight")]
+        for parameters, kind in (list(wrapped.parameters()), float("inf")), (part, 2), (part[0], 1):
+            wrapped.zero_grad()
+            accelerator.backward(wrapped(**batch).loss)
+            clip = lambda p=parameters, kind=kind: accelerator.clip_grad_norm_(p, 1e-3, kind)
+            results.append(said(clip) if bitwise else (float(clip()), whole(model.parallel, grad=True)[name]))
+        return results
+
+
+def test_any_norm_of_any_parameters(ranks):
+    (want,) = ranks(1, clipped, (1, 1))
+    for got in ranks(2, clipped, (1, 2)):
+        for (norm, grad), (exact, whole_grad) in zip(got, want, strict=True):
+            assert norm == pytest.approx(exact, rel=1e-5)
+            torch.testing.assert_close(grad, whole_grad, rtol=1e-4, atol=1e-8)
+    for message in sum(ranks(2, clipped, (1, 2), 4), []):
+        assert "clip_grad_norm_: of bitwise give model.parameters(), and norm_type=2" in message
 
 
 def refused(world, layout, sizes):

@@ -214,15 +214,17 @@ class AcceleratorMixin:
         return _apply(lambda x: x / self._tp if x.is_floating_point() else x // self._tp, total)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Clips by the norm over all shards, or by that of all leaves; ValueError if ``parameters`` are not those of a
-        prepared model."""
+        """Clips by the norm over all shards, or by that of all leaves; ValueError for leaves if ``parameters`` are not
+        those of a prepared model, or ``norm_type`` is not 2."""
         plain: Any = super()
-        if self._tp == 1 and not any(m.tp.bitwise for m in map(model_of, self._models) if m is not None):
-            return plain.clip_grad_norm_(parameters, max_norm, norm_type)
-        identities = {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        identities = {id(p) for p in parameters}
         covered = (m for m in self._models if {id(p) for p in m.parameters() if p.grad is not None} <= identities)
-        model = next(covered, None)
-        check(model is not None and norm_type == 2, "clip_grad_norm_: give model.parameters(), and norm_type=2")
+        model, leaves = next(covered, None), any(m.tp.bitwise for m in map(model_of, self._models) if m is not None)
+        ours = model is not None and norm_type == 2
+        check(ours or not leaves, "clip_grad_norm_: of bitwise give model.parameters(), and norm_type=2")
+        if not ours or (self._tp == 1 and not leaves):
+            return plain.clip_grad_norm_(parameters, max_norm, norm_type)  # torch's, which is over all shards too
         getattr(self, "unscale_gradients")()  # noqa: B009
         return clip_grad_norm_(model, max_norm)  # type: ignore[arg-type]
 
