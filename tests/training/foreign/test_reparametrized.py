@@ -68,9 +68,7 @@ def refused_masks(world):
             function(layer)
         assert layer.state_dict().keys() == before.keys()  # of the two of global_unstructured one is replicated
     prune.l1_unstructured(norm, "weight", 2)
-    prune.global_unstructured(
-        iter([(layer, "bias"), (torch.nn.Linear(2, 2), "weight")]), prune.L1Unstructured, amount=0.5
-    )
+    prune.global_unstructured([(layer, "bias"), (torch.nn.Linear(2, 2), "weight")], prune.L1Unstructured, amount=0.5)
     return sorted(norm.weight.tolist()), "bias_mask" in layer.state_dict()
 
 

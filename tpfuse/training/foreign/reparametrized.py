@@ -15,6 +15,7 @@ from ...layers.state import is_split
 
 _OF_THE_WHOLE = {"_WeightNorm": "weight_norm", "_SpectralNorm": "spectral_norm", "_Orthogonal": "orthogonal"}
 Original = Callable[..., Any]
+Named = Iterable[tuple[nn.Module, str]]
 
 
 def register(original: Original, module: nn.Module, tensor_name: str, parametrization: Any, **options: Any) -> Any:
@@ -25,30 +26,24 @@ def register(original: Original, module: nn.Module, tensor_name: str, parametriz
     return original(module, tensor_name, parametrization, **options)
 
 
-def weight_norm(original: Original, module: nn.Module, name: str, *args: Any, **options: Any) -> Any:
-    """Stands in the place of the older torch.nn.utils.weight_norm's WeightNorm.apply."""
-    _check("weight_norm", module, name)
-    return original(module, name, *args, **options)
+def _refusing(parameters: Callable[..., tuple[str, Named]]) -> Callable[..., Any]:
+    """Returns the replacement of a function; from its arguments ``parameters`` are its name and those it works on."""
+
+    def around(original: Original, *args: Any, **options: Any) -> Any:
+        function, named = parameters(*args, **options)
+        for module, name in named:
+            _check(function, module, name)
+        return original(*args, **options)
+
+    return around
 
 
-def spectral_norm(original: Original, module: nn.Module, name: str, *args: Any, **options: Any) -> Any:
-    """Stands in the place of the older torch.nn.utils.spectral_norm's SpectralNorm.apply."""
-    _check("spectral_norm", module, name)
-    return original(module, name, *args, **options)
-
-
-def prune(original: Original, method: type, module: nn.Module, name: str, *args: Any, **options: Any) -> Any:
-    """Stands in the place of torch.nn.utils.prune's BasePruningMethod.apply, which all of its methods call."""
-    _check(f"prune.{method.__name__}", module, name)
-    return original(method, module, name, *args, **options)
-
-
-def prune_globally(original: Original, parameters: Iterable[tuple[nn.Module, str]], *args: Any, **options: Any) -> Any:
-    """Stands in the place of torch.nn.utils.prune.global_unstructured, which prunes one parameter after the other."""
-    parameters = list(parameters)
-    for module, name in parameters:
-        _check("prune.global_unstructured", module, name)
-    return original(parameters, *args, **options)
+# In the places of the older WeightNorm.apply and SpectralNorm.apply, of prune.BasePruningMethod.apply, to which all of
+# its methods come, and of prune.global_unstructured, which prunes one parameter after the other.
+weight_norm = _refusing(lambda module, name, *args, **options: ("weight_norm", [(module, name)]))
+spectral_norm = _refusing(lambda module, name, *args, **options: ("spectral_norm", [(module, name)]))
+pruning = _refusing(lambda cls, module, name, *args, **options: (f"prune.{cls.__name__}", [(module, name)]))
+global_pruning = _refusing(lambda parameters, *args, **options: ("prune.global_unstructured", parameters))
 
 
 def _check(function: str, module: nn.Module, name: str) -> None:

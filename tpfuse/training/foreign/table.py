@@ -47,8 +47,8 @@ TABLE: tuple[Replacement, ...] = (
     Replacement(parametrize, "register_parametrization", reparametrized.register, _SHARD_NORM),
     Replacement(WeightNorm, "apply", reparametrized.weight_norm, _SHARD_NORM),
     Replacement(SpectralNorm, "apply", reparametrized.spectral_norm, _SHARD_NORM),
-    Replacement(prune.BasePruningMethod, "apply", reparametrized.prune, _MASK),
-    Replacement(prune, "global_unstructured", reparametrized.prune_globally, _MASK),
+    Replacement(prune.BasePruningMethod, "apply", reparametrized.pruning, _MASK),
+    Replacement(prune, "global_unstructured", reparametrized.global_pruning, _MASK),
     *(
         Replacement(accelerate.CLASS, name, accelerate.refusing(name), "refuses split models without the mix-in")
         for name in accelerate.METHODS
