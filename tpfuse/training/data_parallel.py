@@ -284,7 +284,8 @@ def _is_over(p: nn.Parameter, tp: TensorParallel, group: dist.ProcessGroup) -> b
 def _check_group(model: nn.Module, group: dist.ProcessGroup) -> None:
     """ValueError for a group that is not of the model's replicas."""
     averaged = [(name, p) for name, p, tp in _parameters(model) if tp.replicas == 1]
-    error = error_of(WRAPPED._replace(parameters=lambda _: averaged), dict(module=model, process_group=group))
+    tool = WRAPPED._replace(parameters=lambda _: averaged, dtensors=True)  # _check_parameters has looked for them
+    error = error_of(tool, dict(module=model, process_group=group))
     check(error is None, f"{_NAME}: {error}")
     ranks, dp = dist.get_process_group_ranks(group), model.groups.dp if isinstance(model, Model) else None
     replicas = ranks if dp is None else dist.get_process_group_ranks(dp)
