@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 from tests.interop.launched import launched, rows, said, split, weights
+from tests.models.common import whole
 from tpfuse import AcceleratorMixin
 
 accelerate = pytest.importorskip("accelerate")
@@ -121,6 +122,32 @@ def test_the_loop_is_that_of_one_process(ranks, tmp_path, layout):
             assert (got["weights"][name] - weight).abs().max() < 1e-6
 
 
+def clipped(world, layout, bitwise=None):
+    """-> the norms and the whole clipped gradients of one layer, for two kinds of clipping, or the errors."""
+    with launched(world):
+        accelerator, model = Accelerator(cpu=True, parallelism_config=config(*layout)), split(world, *layout, bitwise)
+        wrapped = accelerator.prepare(model)
+        batch = torch.utils.data.default_collate(rows(4, ragged=False))
+        name, results = "blocks.0.mlp.fc1.weight", []
+        part = [model.parallel.get_parameter(name), model.parallel.get_parameter("input_norm.weight")]
+        for parameters, kind in (list(wrapped.parameters()), float("inf")), (part, 2), (part[0], 1):
+            wrapped.zero_grad()
+            accelerator.backward(wrapped(**batch).loss)
+            clip = lambda p=parameters, kind=kind: accelerator.clip_grad_norm_(p, 1e-3, kind)
+            results.append(said(clip) if bitwise else (float(clip()), whole(model.parallel, grad=True)[name]))
+        return results
+
+
+def test_any_norm_of_any_parameters(ranks):
+    (want,) = ranks(1, clipped, (1, 1))
+    for got in ranks(2, clipped, (1, 2)):
+        for (norm, grad), (exact, whole_grad) in zip(got, want, strict=True):
+            assert norm == pytest.approx(exact, rel=1e-5)
+            torch.testing.assert_close(grad, whole_grad, rtol=1e-4, atol=1e-8)
+    for message in sum(ranks(2, clipped, (1, 2), 4), []):
+        assert "clip_grad_norm_: of bitwise give model.parameters(), and norm_type=2" in message
+
+
 def refused(world, layout, sizes):
     with launched(world):
         model = split(world, *layout)
@@ -137,6 +164,49 @@ def test_without_its_sizes_it_is_refused(ranks):
         assert message == "accelerate: give parallelism_config=ParallelismConfig(tp_size=2, dp_shard_size=1), got None"
     for message in ranks(2, refused, (1, 2), dict(dp_shard_size=2)):
         assert "ParallelismConfig(tp_size=2, dp_shard_size=1), got tp_size=1, dp_shard_size=2" in message
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(8))
+
+
+def streamed(world, layout, split_batches, dispatch_batches):
+    """-> the batches of this rank, or the error."""
+    options = dict(split_batches=split_batches, dispatch_batches=dispatch_batches)
+    options = dict(cpu=True, dataloader_config=accelerate.DataLoaderConfiguration(**options))
+    with launched(world):
+        make = lambda: Accelerator(parallelism_config=config(*layout), **options)
+        if dispatch_batches and (layout[0] > 1 or split_batches):
+            return said(make)
+        return [batch.tolist() for batch in make().prepare(DataLoader(Stream(), batch_size=4))]
+
+
+HALVES, QUARTERS = ([0, 1, 2, 3], [4, 5, 6, 7]), ([[0, 1], [4, 5]], [[2, 3], [6, 7]])
+ALL = list(HALVES)
+
+
+@pytest.mark.parametrize(
+    "layout, split_batches, read",
+    [
+        ((2, 2), False, [[rows] for rows in HALVES for _ in range(2)]),
+        ((2, 2), True, [rows for rows in QUARTERS for _ in range(2)]),
+        ((2, 1), False, [[rows] for rows in HALVES]),
+        ((1, 2), False, [ALL, ALL]),
+        ((1, 2), True, [ALL, ALL]),
+    ],
+)
+def test_an_iterable_data_set_is_divided_among_the_replicas(ranks, layout, split_batches, read):
+    assert ranks(layout[0] * layout[1], streamed, layout, split_batches, None) == read
+
+
+@pytest.mark.parametrize("layout, split_batches", [((2, 2), False), ((1, 2), True), ((1, 2), False)])
+def test_batches_that_one_rank_reads_are_for_one_replica(ranks, layout, split_batches):
+    for answer in ranks(layout[0] * layout[1], streamed, layout, split_batches, True):
+        if (layout, split_batches) == ((1, 2), False):
+            assert answer == ALL
+        else:
+            assert f"split_batches={split_batches}; give dispatch_batches=False" in answer
 
 
 def outside(world, folder):

@@ -270,6 +270,28 @@ def test_two_trainers_of_the_same_arguments(ranks, tmp_path):
         assert losses[0] == losses[1] == pytest.approx(want[0], rel=1e-5)
 
 
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(rows(8, ragged=False))
+
+
+def streamed(world, layout, folder):
+    """-> the rows that this rank reads first, and what a Trainer says that is to dispatch them."""
+    with launched(world):
+        model = split(world, *layout)
+        trainer = Trainer(model, arguments(folder, layout[0], max_steps=1), train_dataset=Stream())
+        batch = next(iter(trainer.get_train_dataloader()))
+        dispatching = arguments(folder, layout[0], max_steps=1, accelerator_config=dict(dispatch_batches=True))
+        return batch["input_ids"], said(lambda: Trainer(model, dispatching, train_dataset=Stream()))
+
+
+def test_replicas_read_their_own_rows_of_an_iterable_data_set(ranks, tmp_path):
+    want = torch.stack([row["input_ids"] for row in rows(4, ragged=False)]).chunk(2)
+    for rank, (batch, message) in enumerate(ranks(4, streamed, (2, 2), str(tmp_path))):
+        assert torch.equal(batch, want[rank // 2])
+        assert "give dispatch_batches=False" in message
+
+
 def alone_by_the_environment(world, layout, folder):
     """A process group of a script's own making, of which no variable tells."""
     with launched(world):

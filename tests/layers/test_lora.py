@@ -18,6 +18,7 @@ from tests.pipeline.common import said
 from tpfuse import (
     TensorParallel,
     add_lora,
+    as_dtensor,
     clip_grad_norm_,
     load_checkpoint,
     merge_lora,
@@ -304,6 +305,20 @@ def test_training_over_dp_and_tp_and_from_a_checkpoint(ranks, tmp_path):
 
 
 # ---- errors ----
+
+
+def of_dtensors(world):
+    mesh = world.mesh(1, world.size)
+    model = as_dtensor(GPT(GPT_CONFIG, tp=TensorParallel(mesh["tp"])), mesh)
+    with pytest.raises(ValueError) as caught:
+        add_lora(model, rank=2, alpha=4)
+    assert all(p.requires_grad and ".lora." not in name for name, p in model.named_parameters())
+    return str(caught.value)
+
+
+def test_a_model_of_dtensors_is_refused(ranks):
+    for message in ranks(2, of_dtensors):
+        assert message.endswith("is a DTensor; call add_lora before as_dtensor and fully_shard")
 
 
 def test_errors_are_named():

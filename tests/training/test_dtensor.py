@@ -8,7 +8,17 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.common import assert_close, assert_equal, make_tp
 from tests.models.common import GPT_CONFIG, STEP_CONFIG, Training, batch, default_dtype, results, whole
-from tpfuse import TensorParallel, as_dtensor, load_checkpoint, param_groups, save_checkpoint
+from tpfuse import (
+    TensorParallel,
+    WholeMatrices,
+    as_dtensor,
+    init_weights,
+    load_checkpoint,
+    param_groups,
+    replicated,
+    save_checkpoint,
+)
+from tpfuse.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, VocabParallelHead
 from tpfuse.layers.shards import named_specs
 from tpfuse.models import GPT
 
@@ -136,6 +146,130 @@ def one_process(world):
     as_dtensor(other, world.mesh(1, 1)["tp"])
     assert_equal(results(other, batch(GPT_CONFIG)), results(model, batch(GPT_CONFIG)))
     return True
+
+
+# ---- calls in a wrong order ----
+
+
+def early_optimizers(world):
+    """-> the errors of a step of optimizers that were made before as_dtensor."""
+    model = GPT(GPT_CONFIG, tp=make_tp(world))
+    matrices = WholeMatrices(model.blocks)
+    early = torch.optim.AdamW(model.parameters(), lr=0.1), torch.optim.SGD(matrices.parameters(), lr=0.1)
+    other = torch.optim.AdamW(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+    as_dtensor(model, world.mesh(1, world.size))
+    before = whole(model)
+    model(**batch(GPT_CONFIG)).loss.backward()
+    errors = []
+    for optimizer in early:
+        with pytest.raises(ValueError) as caught:
+            optimizer.step()
+        errors.append(str(caught.value))
+    assert_equal(whole(model), before)
+    other.step()
+    torch.optim.AdamW(model.parameters(), lr=0.1).step()
+    assert any((x != before[name]).any() for name, x in whole(model).items())
+    return errors
+
+
+@pytest.mark.parametrize("R", [1, 2])
+def test_the_step_of_an_optimizer_made_before_is_refused(ranks, R):
+    """It would train parameters that no module has any more."""
+    for errors in ranks(R, early_optimizers):
+        for name, count, message in zip(("AdamW", "SGD"), (28, 8), errors, strict=True):
+            assert message.startswith(f"{name}.step: {count} of its parameters were dropped by as_dtensor,")
+
+
+def called_again(world):
+    mesh, errors = world.mesh(1, world.size), []
+    for wrap in (as_dtensor, lambda model, mesh: fully_shard(model, mesh=mesh["dp"])):
+        model = GPT(GPT_CONFIG, tp=TensorParallel(mesh["tp"]))
+        wrap(model, mesh)
+        parameters = list(model.parameters())
+        with pytest.raises(ValueError) as caught:
+            as_dtensor(model, mesh)
+        assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_a_model_of_dtensors_is_refused(ranks):
+    """Made by as_dtensor, or by fully_shard."""
+    for message in sum(ranks(2, called_again), []):
+        assert message.startswith("as_dtensor: embedding.weight, ")
+        assert message.endswith("is a DTensor already; call as_dtensor once, before fully_shard")
+
+
+# ---- modules that share a parameter ----
+
+
+class Tied(torch.nn.Module):
+    """A head with the embedding's weight, and two plain linear layers with one weight."""
+
+    def __init__(self, tp):
+        super().__init__()
+        self.embedding = VocabParallelEmbedding(16, 8, tp=tp)
+        self.enter, self.leave = (replicated(torch.nn.Linear(8, 8), tp) for _ in range(2))
+        self.head = VocabParallelHead(8, 16, tp=tp)
+        self.head.weight, self.leave.weight = self.embedding.weight, self.enter.weight
+
+    def forward(self, ids):
+        return self.head.loss(self.leave(self.enter(self.embedding(ids[:-1])).relu()), ids[1:].flatten())
+
+
+def tied_steps(world, dp, kind):
+    """-> losses, norms and weights of three steps."""
+    mesh = world.mesh(dp, world.size // dp)
+    with default_dtype(F64):
+        model = init_weights(Tied(TensorParallel(mesh["tp"])), seed=0)
+        torch.manual_seed(0)
+        for p in (model.enter.weight, model.enter.bias, model.leave.bias):
+            torch.nn.init.normal_(p, std=0.3)
+    if kind != "plain":
+        as_dtensor(model, mesh)
+    if kind == "fsdp":
+        fully_shard(model, mesh=mesh["dp"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+    results = []
+    for step in range(3):
+        ids = torch.randint(16, (9, 4), generator=torch.Generator().manual_seed(step))
+        loss = model(ids.chunk(dp, 1)[mesh["dp"].get_local_rank()])
+        loss.backward()
+        loss = loss.detach() / dp
+        torch.distributed.all_reduce(loss, group=mesh["dp"].get_group())
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        results += [loss, norm.full_tensor() if isinstance(norm, DTensor) else norm]
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.head.weight is model.embedding.weight and model.leave.weight is model.enter.weight
+    assert {"embedding.weight", "head.weight", "leave.weight"} < model.state_dict().keys()
+    return {str(i): x for i, x in enumerate(results)} | whole(model)
+
+
+@pytest.mark.parametrize("R, dp, kind", [(2, 1, "dtensor"), (2, 1, "fsdp"), (4, 2, "fsdp")])
+def test_a_shared_parameter_stays_one(ranks, R, dp, kind):
+    exact = ranks(1, tied_steps, 1, "plain")[0]
+    assert len(exact) == 6 + 4
+    for got in ranks(R, tied_steps, dp, kind):
+        assert_close(got, exact, F64)
+
+
+def shared_slices(world):
+    """One tensor [4, 8], for a column-parallel layer half of the rows, for a row-parallel one half of the columns."""
+    tp = make_tp(world)
+    model = torch.nn.Sequential(ColumnParallelLinear(8, 8, tp=tp), RowParallelLinear(16, 4, tp=tp))
+    model[1].weight = model[0].weight
+    with pytest.raises(ValueError) as caught:
+        as_dtensor(model, world.mesh(1, world.size))
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+    return str(caught.value)
+
+
+def test_a_slice_of_two_wholes_is_refused(ranks):
+    for message in ranks(2, shared_slices):
+        assert message.startswith(
+            "as_dtensor: 0.weight, 1.weight are one tensor, which is a slice of different wholes:"
+        )
 
 
 # ---- FSDP2 ----

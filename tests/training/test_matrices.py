@@ -214,5 +214,5 @@ def refused(world):
 def test_refused(ranks):
     for copied, view, differing in ranks(2, refused):
         assert "WholeMatrices: 0.attention.qkv.kv is held by 2 ranks at tensor-parallel size 2" in copied
-        assert "WholeMatrices: 0.attention.qkv.weight is a DTensor; make it before" in view
+        assert "WholeMatrices: 0.attention.qkv.weight is a DTensor; leave as_dtensor" in view
         assert "parameters without a gradient must be the same on every" in differing

@@ -41,6 +41,10 @@ class MeshSizes(NamedTuple):
         return f"tp_size={self.tp_size}, dp_shard_size={self.dp_shard_size}"
 
 
+def _sizes(config: Any) -> MeshSizes:
+    return MeshSizes(config.tp_size, config.dp_shard_size)
+
+
 def check_processes(model: Model, counts: Mapping[str, int]) -> None:
     """Raises ValueError where a library counts other processes than torch.distributed does: each reads the environment
     by itself, and one that sees a process alone divides and gathers over none."""
@@ -100,6 +104,7 @@ class AcceleratorMixin:
     device: Any
     parallelism_config: Any
     num_processes: int
+    split_batches: bool
     _models: list[Any]
     _optimizers: list[Any]
 
@@ -112,12 +117,29 @@ class AcceleratorMixin:
         """Gives accelerate its ParallelismConfig, which its constructor refuses on CPUs."""
         world = dist.get_world_size() if dist.is_initialized() else 1
         check(config.total_size == world, f"accelerate: {world} ranks, and {config} is of {config.total_size}")
+        check(
+            not self.dispatch_batches or self._dispatches(config),
+            f"accelerate: dispatch_batches=True is right for one replica and split_batches=False, got {_sizes(config)}"
+            f" and split_batches={self.split_batches}; give dispatch_batches=False: replicas read rows of their own",
+        )
         self.state.parallelism_config = config
         self.state.device_mesh = config.get_device_mesh(self.device.type)
 
     @property
     def _tp(self) -> int:
         return 1 if self.parallelism_config is None else int(self.parallelism_config.tp_size)
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Returns what accelerate was told; False where it was not and would dispatch the same rows to all replicas,
+        or other rows to each rank of one."""
+        plain: Any = super()
+        told: bool | None = plain.dispatch_batches
+        return False if told is None and not self._dispatches(self.parallelism_config) else told
+
+    def _dispatches(self, config: Any) -> bool:
+        """Returns whether accelerate's dispatcher, to which all ranks of a mesh with tp are one replica, is right."""
+        return config is None or config.tp_size == 1 or (config.dp_shard_size == 1 and not self.split_batches)
 
     def _prepare_tp(self, *args: Any) -> tuple[Any, ...]:
         return args  # accelerate's own makes DTensors here, and warns where there are none
@@ -136,7 +158,7 @@ class AcceleratorMixin:
             return plain.prepare_model(model, device_placement, evaluation_mode)
         check_processes(split, {"accelerate": self.num_processes})
         sizes, config = sizes_of(split), self.parallelism_config
-        configured = None if config is None else MeshSizes(config.tp_size, config.dp_shard_size)
+        configured = None if config is None else _sizes(config)
         if split.tp.call_size == 1 and configured is None:
             whole: nn.Module = plain.prepare_model(model, device_placement, evaluation_mode)
             if isinstance(whole, DistributedDataParallel):
@@ -192,15 +214,17 @@ class AcceleratorMixin:
         return _apply(lambda x: x / self._tp if x.is_floating_point() else x // self._tp, total)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Clips by the norm over all shards, or by that of all leaves; ValueError if ``parameters`` are not those of a
-        prepared model."""
+        """Clips by the norm over all shards, or by that of all leaves; ValueError for leaves if ``parameters`` are not
+        those of a prepared model, or ``norm_type`` is not 2."""
         plain: Any = super()
-        if self._tp == 1 and not any(m.tp.bitwise for m in map(model_of, self._models) if m is not None):
-            return plain.clip_grad_norm_(parameters, max_norm, norm_type)
-        identities = {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        identities = {id(p) for p in parameters}
         covered = (m for m in self._models if {id(p) for p in m.parameters() if p.grad is not None} <= identities)
-        model = next(covered, None)
-        check(model is not None and norm_type == 2, "clip_grad_norm_: give model.parameters(), and norm_type=2")
+        model, leaves = next(covered, None), any(m.tp.bitwise for m in map(model_of, self._models) if m is not None)
+        ours = model is not None and norm_type == 2
+        check(ours or not leaves, "clip_grad_norm_: of bitwise give model.parameters(), and norm_type=2")
+        if not ours or (self._tp == 1 and not leaves):
+            return plain.clip_grad_norm_(parameters, max_norm, norm_type)  # torch's, which is over all shards too
         getattr(self, "unscale_gradients")()  # noqa: B009
         return clip_grad_norm_(model, max_norm)  # type: ignore[arg-type]
 

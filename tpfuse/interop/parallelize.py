@@ -1,9 +1,8 @@
 """One line for a model of transformers: its blocks become ours, its forward and outputs stay its own."""
 
-import functools
 import json
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 from ..kernels.runtime.errors import check
@@ -23,6 +21,7 @@ from ..models.model import Model
 from ..models.stack import FULL
 from ..parallel import TensorParallel
 from ..ranks.messages import together
+from ..training.dropped import drop
 from .parallelized import COUNTERPARTS, Counterpart, Parallelized, class_of
 from .peft_model import adapter_of, before_peft, is_peft_model
 from .vocabulary import open_ends
@@ -73,7 +72,7 @@ def parallelize(
     open_ends(model)
     parts = tuple(base._modules)
     _keep_hooks(base, model)
-    _refuse_steps_on(base.parameters())
+    drop(base.parameters(), "parallelize")
     for child in parts:
         delattr(base, child)
     base.parallel = model.train(base.training)
@@ -122,30 +121,6 @@ def _parallel(
     name = Path(getattr(module, "name_or_path", "") or "")
     model.origin = FileOrigin(name if name.is_dir() else None, hf_config)
     return model
-
-
-_DROPPED = "_tpfuse_dropped"
-
-
-def _refuse_steps_on(parameters: Iterable[nn.Parameter]) -> None:
-    """Makes a step of an optimizer that holds these an error: it would train what no module has any more."""
-    for p in parameters:
-        setattr(p, _DROPPED, True)
-    _watch_steps()
-
-
-@functools.cache
-def _watch_steps() -> None:
-    register_optimizer_step_pre_hook(_check_step)
-
-
-def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    count = sum(hasattr(p, _DROPPED) for group in optimizer.param_groups for p in group["params"])
-    check(
-        count == 0,
-        f"{type(optimizer).__name__}.step: {count} of its parameters were dropped by parallelize, which gave the module"
-        " new ones; make the optimizer after it",
-    )
 
 
 _HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"

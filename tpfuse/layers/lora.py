@@ -29,7 +29,7 @@ from ..kernels.runtime.errors import check
 from ..kernels.runtime.leaves import cut
 from ..kernels.runtime.main_grad import cast, derived
 from ..kernels.runtime.op import acc_dtype
-from ..kernels.runtime.rules import POSITIVE, SEED, check_number, integer, quoted
+from ..kernels.runtime.rules import POSITIVE, SEED, check_number, integer, listed, quoted
 from ..parallel import TensorParallel
 from ..ranks.messages import together
 from ..sequence_parallel import gather_linear
@@ -38,6 +38,7 @@ from .linear import Adaptable, Adapter, Parts, RowParallelLinear
 from .lora_targets import Chosen, adaptable_layers, base_of, chosen_layers
 from .module import Origin, initialize, leaf_slices, local, on_pieces, on_rows, per_leaf
 from .moe import ParallelMoE
+from .state import dtensors
 
 _MAX_RANK = 1 << 16
 TARGETS = "qkv", "out", "fc1", "fc2"
@@ -201,10 +202,10 @@ def add_lora(
     names of an expert's projections ("gate_proj" and "up_proj", both or none) are that parameter's too, whose rank then
     is twice as large, as in PEFT.  A is N(0, 1 / 3K), by Philox of (``seed``, name, global index), the same bits at
     every split; B is 0, so nothing changes until it is trained.  Adapters are fp32 beside 16-bit weights.  Call it
-    before the optimizer is made and before DDP.
+    before the optimizer is made and before DDP and ``as_dtensor``.
     ValueError, on every rank if on one, for a target that does not exist, or is a router or a shared expert, whose
-    adapters are not built, a second call, or ``dropout``, which is not built.  ``state_dict()`` has A and B, not
-    ``alpha`` nor whether they are merged, which ``load_checkpoint`` compares.
+    adapters are not built, a second call, a model of DTensors, or ``dropout``, which is not built.  ``state_dict()``
+    has A and B, not ``alpha`` nor whether they are merged, which ``load_checkpoint`` compares.
     """
     layers = list(adaptable_layers(model))
 
@@ -221,6 +222,8 @@ def add_lora(
             "add_lora: adapters are not built for batch_invariant, whose GEMMs are in tiles of rows",
         )
         check(all(layer.lora is None for _, layer in layers), "add_lora: the model has adapters already")
+        names = dtensors(model.named_parameters())
+        check(not names, f"add_lora: {listed(names)} is a DTensor; call add_lora before as_dtensor and fully_shard")
         return chosen_layers("add_lora", base_of(model), targets)
 
     chosen = together(choose, _groups(layer for _, layer in layers))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..parallel import TensorParallel
 from .spec import Spec
 
-SUFFIXES = "orig", "g", "v"  # of what torch.nn.utils' prune, spectral_norm and weight_norm make of a parameter
+SUFFIXES = "orig", "g", "v"  # of what torch.nn.utils' prune, spectral_norm and weight_norm make of a whole parameter
 REPLICATED = "_tensor_parallel"  # attribute of a plain module: the ranks that have the same parameters
 # Names that torch's wrappers put into those of the parameters below them.
 WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod"}
@@ -80,6 +80,6 @@ def wholes(modules: Iterable[nn.Module] | None = None) -> dict[Tensor, SplitPara
     """Returns what is known of every parameter of these parallel modules; without them, of all that are alive.
 
     For torch's tools that are given parameters without their modules: optimizers, clipping, gradient scalers.  Those
-    from which torch computes a parameter (torch.nn.utils.parametrize, prune, weight_norm) are slices as it is.
+    from which torch computes a parameter (torch.nn.utils.parametrize) are slices as it is.
     """
     return {p: SplitParameter(spec, tp) for module in modules or living() for _, p, spec, tp in owned(module)}

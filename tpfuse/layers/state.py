@@ -6,6 +6,7 @@ torch.distributed.checkpoint writes the one of one rank.  A DTensor says which s
 
 import math
 import weakref
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,11 @@ def to_dtensor(x: Tensor, spec: Spec, tp: TensorParallel, mesh: DeviceMesh) -> D
     placement = Replicate() if spec.dim is None else Shard(spec.dim)
     stride = tuple(math.prod(spec.spread[i + 1 :]) for i in range(len(spec.spread)))
     return DTensor.from_local(x, mesh, [placement], run_check=False, shape=torch.Size(spec.spread), stride=stride)
+
+
+def dtensors(named: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Returns the names of those parameters that are DTensors."""
+    return [name for name, p in named if isinstance(p, DTensor)]
 
 
 def is_split(spec: Spec, tp: TensorParallel) -> bool:

@@ -4,6 +4,7 @@ calls          CallRecord: replicas compare the calls of a step
 checkpoint/    checkpoints that survive a kill and resume at any size
 data_parallel  data_parallel: replicas under DistributedDataParallel, and what it refuses
 delayed_gradients  DelayedGradients: gradients one step late in one process
+dropped        parameters that no module has any more: an optimizer's step on them is an error
 dtensor        parameters as DTensors, for FSDP2
 expert_load    balance_experts: biases of routers by the load of their experts
 foreign/       torch's own tools on split parameters: right, or refused

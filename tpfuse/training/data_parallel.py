@@ -26,7 +26,7 @@ from ..pipeline.trees import GradientTrees
 from ..ranks.agreement import Header, agree
 from ..ranks.messages import together
 from .calls import CallRecord, record_calls
-from .foreign.groups import WRAPPED, error_of
+from .foreign.groups import WRAPPED, dtensor_error, error_of
 from .foreign.replica_shards import over_replicas
 from .micro_batches import MicroBatchReplica
 
@@ -257,8 +257,8 @@ def _check_parameters(name: str, model: nn.Module, shards: dist.ProcessGroup | N
     """``shards``: the replicas over which FSDP2 divides each trainable parameter; None where it divides none."""
     parameters = dict(model.named_parameters())
     if shards is None:
-        dtensors = [path for path, p in parameters.items() if isinstance(p, DTensor)]
-        check(not dtensors, f"{name}: {listed(dtensors)} is a DTensor, which FSDP2 takes; leave tpfuse.as_dtensor off")
+        error = dtensor_error(name, parameters.items())
+        check(error is None, f"{error}")
     else:
         others = [path for path, p, tp in _parameters(model) if p.requires_grad and not _is_over(p, tp, shards)]
         check(
@@ -284,7 +284,8 @@ def _is_over(p: nn.Parameter, tp: TensorParallel, group: dist.ProcessGroup) -> b
 def _check_group(model: nn.Module, group: dist.ProcessGroup) -> None:
     """ValueError for a group that is not of the model's replicas."""
     averaged = [(name, p) for name, p, tp in _parameters(model) if tp.replicas == 1]
-    error = error_of(WRAPPED._replace(parameters=lambda _: averaged), dict(module=model, process_group=group))
+    tool = WRAPPED._replace(parameters=lambda _: averaged, dtensors=True)  # _check_parameters has looked for them
+    error = error_of(tool, dict(module=model, process_group=group))
     check(error is None, f"{_NAME}: {error}")
     ranks, dp = dist.get_process_group_ranks(group), model.groups.dp if isinstance(model, Model) else None
     replicas = ranks if dp is None else dist.get_process_group_ranks(dp)

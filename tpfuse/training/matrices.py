@@ -113,7 +113,7 @@ def matrices_in(
         if chosen is not None and p not in chosen:
             continue
         if isinstance(p, DTensor):
-            raise ValueError(f"WholeMatrices: {name} is a DTensor; make it before as_dtensor and fully_shard")
+            raise ValueError(f"WholeMatrices: {name} is a DTensor; leave as_dtensor and fully_shard off")
         if spec.copies > 1:
             raise ValueError(
                 f"WholeMatrices: {name} is held by {spec.copies} ranks at tensor-parallel size {tp.size}, where no"

@@ -211,7 +211,7 @@ def variants(world, how):
     if how == "parametrized":
         parametrize.register_parametrization(fc1, "weight", Double())
     if how == "pruned":
-        prune.custom_from_mask(fc1, "weight", torch.ones_like(fc1.weight))
+        prune.custom_from_mask(model.input_norm, "weight", torch.ones_like(model.input_norm.weight))  # replicated
     if how == "moved":
         model = model.bfloat16().double()
     model(**batch(CONFIG)).loss.backward()

@@ -123,6 +123,31 @@ def refused(world, wrong, dp, config):
     return str(caught.value), all(kept) and len(kept) > 5, len(model._forward_pre_hooks) == hooks
 
 
+def of_dtensors(world):
+    """-> the errors of DDP over the right group."""
+    errors = []
+    for wrap in (
+        lambda model, mesh: DistributedDataParallel(model, process_group=mesh["dp"].get_group()),
+        lambda model, mesh: DistributedDataParallel(model, device_mesh=mesh["dp"]),
+        lambda model, mesh: replicate_ddp(model, device_mesh=mesh["dp"]),
+    ):
+        model, mesh = made(world, 1, EQUAL)
+        as_dtensor(model, mesh)
+        with pytest.raises(ValueError) as caught:
+            wrap(model, mesh)
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_ddp_of_dtensors(ranks):
+    for errors in ranks(2, of_dtensors):
+        for name, message in zip(
+            ("DistributedDataParallel", "DistributedDataParallel", "replicate"), errors, strict=True
+        ):
+            assert message.startswith(f"{name}: embedding.weight, ")
+            assert message.endswith("is a DTensor, which FSDP2 takes; leave tpfuse.as_dtensor off")
+
+
 CASES = [pytest.param(wrong, EQUAL, marks=[pytest.mark.slow] * (wrong == "compiled")) for wrong in WRONG]
 CASES += [(wrong, CONFIG) for wrong in ("ddp", "fully_shard", "distribute_module")]  # slices of two shapes
 

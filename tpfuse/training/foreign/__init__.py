@@ -13,7 +13,7 @@ known            what a tensor that a tool is given is a slice of
 norm             the norm of a whole model's gradients
 optimizer_state  torch's optimizers in state dictionaries: whole where a parameter is split
 replica_shards   how FSDP2 divides a slice over the replicas
-reparametrized   weight_norm and its like, refused on split weights
+reparametrized   weight_norm, prune and their like, refused on split weights
 scaler           torch.amp.GradScaler
 table            all that is replaced
 """

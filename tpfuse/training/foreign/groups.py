@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from ...kernels.runtime.main_grad import DDP, PLACES
 from ...kernels.runtime.rules import listed
 from ...layers.shards import SplitParameter, wholes
+from ...layers.state import dtensors
 from .known import any_split, keep, wholes_of
 
 Arguments = Mapping[str, Any]
@@ -35,6 +36,7 @@ class Tool(NamedTuple):
     cure: str
     advice: str = ""  # the cure of parameters that are no DTensors yet
     main_grad: str = ""  # the error of parameters whose gradients a MainGrad holds
+    dtensors: bool = True  # whether it takes them
     composable: bool = False  # torch notes the call on the modules before it makes it
     ignores: bool = False  # it has ``ignored_params``: those of experts that are divided among replicas are
 
@@ -109,6 +111,8 @@ def error_of(tool: Tool, arguments: Arguments) -> str | None:
     ]
     if not slices:
         return None
+    if not tool.dtensors and (error := dtensor_error(tool.name, ((name, p) for name, p, _ in slices))) is not None:
+        return error
     ranks = tool.ranks(arguments)
     wrong = [(name, p) for name, p, placement in slices if ranks is None or _differ(placement, ranks)]
     if not wrong:
@@ -124,6 +128,12 @@ def error_of(tool: Tool, arguments: Arguments) -> str | None:
         f"{tool.name}: tensor-parallel ranks hold different slices of {listed([name for name, _ in wrong])}{group};"
         f" {advice}{cure}"
     )
+
+
+def dtensor_error(name: str, named: Named) -> str | None:
+    """Returns the error of what takes no DTensors, where one of the parameters is one."""
+    names = dtensors(named)
+    return f"{name}: {listed(names)} is a DTensor, which FSDP2 takes; leave tpfuse.as_dtensor off" if names else None
 
 
 def _differ(placement: SplitParameter, ranks: list[int]) -> bool:
@@ -208,7 +218,7 @@ _FLAT = (
     "flattened, they would be slices of nothing that a norm or a checkpoint knows; use tpfuse.as_dtensor(model, mesh)"
     ' and fully_shard(..., mesh=mesh["dp"]), or DistributedDataParallel(model, process_group=mesh["dp"].get_group())'
 )
-WRAPPED = Tool("DistributedDataParallel", _ddp_parameters, _group_ranks, _DDP, main_grad=DDP)
+WRAPPED = Tool("DistributedDataParallel", _ddp_parameters, _group_ranks, _DDP, main_grad=DDP, dtensors=False)
 FSDP1 = Tool("FullyShardedDataParallel", _flattened, lambda arguments: None, _FLAT)
 FSDP2 = Tool(
     "fully_shard",
@@ -219,6 +229,6 @@ FSDP2 = Tool(
     composable=True,
     ignores=True,
 )
-REPLICATE = Tool("replicate", _unmanaged, _group_ranks, _REPLICATE, main_grad=DDP, composable=True)
+REPLICATE = WRAPPED._replace(name="replicate", parameters=_unmanaged, cure=_REPLICATE, composable=True)
 REPLICATE_FSDP = FSDP2._replace(name="replicate")
 DISTRIBUTE = Tool("distribute_tensor", _tensor, _one_dim_ranks, "tpfuse.as_dtensor(model, mesh) makes DTensors of them")

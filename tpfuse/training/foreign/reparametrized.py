@@ -1,10 +1,11 @@
-"""Parametrizations of torch that need the whole of a weight are refused where a rank holds a slice of it.
+"""Parametrizations and masks of torch that need the whole of a weight are refused where a rank holds a slice of it.
 
-A norm over a shard is not the norm of the whole, and each rank would divide by another.  Parametrizations that work
+A norm over a shard is not the norm of the whole, and each rank would divide by another.  What is pruned of a shard is
+not what is pruned of the whole, and a state dictionary would take its mask for the whole's.  Parametrizations that work
 element by element stay allowed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -14,6 +15,7 @@ from ...layers.state import is_split
 
 _OF_THE_WHOLE = {"_WeightNorm": "weight_norm", "_SpectralNorm": "spectral_norm", "_Orthogonal": "orthogonal"}
 Original = Callable[..., Any]
+Named = Iterable[tuple[nn.Module, str]]
 
 
 def register(original: Original, module: nn.Module, tensor_name: str, parametrization: Any, **options: Any) -> Any:
@@ -24,16 +26,24 @@ def register(original: Original, module: nn.Module, tensor_name: str, parametriz
     return original(module, tensor_name, parametrization, **options)
 
 
-def weight_norm(original: Original, module: nn.Module, name: str, *args: Any, **options: Any) -> Any:
-    """Stands in the place of the older torch.nn.utils.weight_norm's WeightNorm.apply."""
-    _check("weight_norm", module, name)
-    return original(module, name, *args, **options)
+def _refusing(parameters: Callable[..., tuple[str, Named]]) -> Callable[..., Any]:
+    """Returns the replacement of a function; from its arguments ``parameters`` are its name and those it works on."""
+
+    def around(original: Original, *args: Any, **options: Any) -> Any:
+        function, named = parameters(*args, **options)
+        for module, name in named:
+            _check(function, module, name)
+        return original(*args, **options)
+
+    return around
 
 
-def spectral_norm(original: Original, module: nn.Module, name: str, *args: Any, **options: Any) -> Any:
-    """Stands in the place of the older torch.nn.utils.spectral_norm's SpectralNorm.apply."""
-    _check("spectral_norm", module, name)
-    return original(module, name, *args, **options)
+# In the places of the older WeightNorm.apply and SpectralNorm.apply, of prune.BasePruningMethod.apply, to which all of
+# its methods come, and of prune.global_unstructured, which prunes one parameter after the other.
+weight_norm = _refusing(lambda module, name, *args, **options: ("weight_norm", [(module, name)]))
+spectral_norm = _refusing(lambda module, name, *args, **options: ("spectral_norm", [(module, name)]))
+pruning = _refusing(lambda cls, module, name, *args, **options: (f"prune.{cls.__name__}", [(module, name)]))
+global_pruning = _refusing(lambda parameters, *args, **options: ("prune.global_unstructured", parameters))
 
 
 def _check(function: str, module: nn.Module, name: str) -> None:

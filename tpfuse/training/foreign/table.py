@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
@@ -27,6 +27,7 @@ _STATE = "a split parameter's state is that of the whole"
 _ELEMENTS = "refuses an optimizer that looks at whole tensors where a rank holds slices"
 _FINITE = "an infinity in one rank's slice is one on all its tensor-parallel ranks"
 _SHARD_NORM = "refuses a norm of the whole weight where a rank holds a slice"
+_MASK = "refuses a mask of the whole weight where a rank holds a slice"
 
 TABLE: tuple[Replacement, ...] = (
     Replacement(DistributedDataParallel, "__init__", groups.refusing(groups.WRAPPED), _SLICES),
@@ -46,6 +47,8 @@ TABLE: tuple[Replacement, ...] = (
     Replacement(parametrize, "register_parametrization", reparametrized.register, _SHARD_NORM),
     Replacement(WeightNorm, "apply", reparametrized.weight_norm, _SHARD_NORM),
     Replacement(SpectralNorm, "apply", reparametrized.spectral_norm, _SHARD_NORM),
+    Replacement(prune.BasePruningMethod, "apply", reparametrized.pruning, _MASK),
+    Replacement(prune, "global_unstructured", reparametrized.global_pruning, _MASK),
     *(
         Replacement(accelerate.CLASS, name, accelerate.refusing(name), "refuses split models without the mix-in")
         for name in accelerate.METHODS
