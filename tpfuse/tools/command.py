@@ -228,7 +228,7 @@ def bounded(kind: type[N], is_valid: Callable[[N], bool], rule: str) -> Callable
 
 
 positive = bounded(int, lambda n: 1 <= n <= 10**6, "an integer from 1 to 1,000,000")
-positions = bounded(int, lambda n: 1 <= n <= 1 << 24, f"an integer from 1 to {1 << 24:,}")
+positions = bounded(int, lambda n: 1 <= n <= 1 << 22, f"an integer from 1 to {1 << 22:,}")
 size = bounded(int, lambda n: 1 <= n <= 10**15, "a number of bytes, 1 to 1e15")
 seconds = bounded(float, lambda s: 1e-9 <= s <= 1e9, "a number of seconds, 1e-9 to 1e9")
 milliseconds = bounded(float, lambda ms: 1e-6 <= ms <= 1e12, "a number of milliseconds, 1e-6 to 1e12")
