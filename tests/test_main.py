@@ -169,6 +169,18 @@ def test_mfu(capsys):
     assert values["mfu"] == pytest.approx(41.65, abs=0.01)
 
 
+def test_mfu_counts_the_positions_that_a_model_has(capsys):
+    argv = "mfu", "--model", "gpt2", "--batch", "8", "--seconds", "1"
+    assert said(capsys, *argv) == said(capsys, *argv, "--seq", "1024")
+
+
+def test_a_sweep_names_a_size_that_divides_no_number_of_ranks(capsys):
+    argv = "dryrun", "--model", "gpt-3m", "--seq", "64", "--sweep", "--tps", "2,3", "--ranks", "2"
+    note = "divides none of the numbers of ranks"
+    assert said(capsys, *argv).splitlines()[-1] == f"tp 3: {note}"
+    assert json.loads(said(capsys, *argv, "--json"))[-1] == dict(error=note, tp=3)
+
+
 def test_predict(capsys, tmp_path):
     built(overhead=1e-5).save(tmp_path / "machine.json")
     text = said(
@@ -217,6 +229,16 @@ ERRORS = {
     "plan --model gpt2 --devices 8 --device rtx4090": "got 'rtx4090'; a TOML file describes any other",
     "ledger bert-large --ms 1": "--ms and --bandwidth go together",
     "mfu --model gpt2": "--model needs --batch and --seconds too",
+    "mfu --batch 8 --seconds 2": "--batch, --seq, --seconds and --peak-tflops need --model too",
+    "mfu --model bert-large --batch 8 --seconds 1 --seq 100000": "100000 positions are more than the model's",
+    "layouts --model bert-large --seq 100000": "100000 positions are more than the model's max_positions=512",
+    "ledger gpt2 --seq 2048": "error: ledger: 2048 positions are more than the model's max_positions=1024",
+    "ledger gpt2 --batch 1000000 --seq 1024": "at most 268,435,456 tokens, got 1,000,000 sequences of 1,024",
+    "memory --model gpt-3m --micro-batch 1000000": "at most 268,435,456 tokens, got 1,000,000 sequences of 512",
+    "dryrun --model gpt-3m --dp 1000000": "there must be at most 32,768 ranks, got 1,000,000",
+    "dryrun --model gpt-3m --sweep --tps 3 --ranks 8": "no size of the sweep can be split: tp 3: divides none of the",
+    "dryrun --model gpt-3m --sweep --tps 3 --ranks 9": "no size of the sweep can be split: tp 3: ",
+    "pipeline --stages 64 --micro-batches 2000": "--stages times --micro-batches must be at most 32,768, got 64 x 2000",
     "predict --machine nowhere.json": "calibrate makes it",
 }
 
@@ -229,12 +251,26 @@ def test_errors_are_one_line(capsys, line):
 
 
 @pytest.mark.parametrize(
-    "argv", [["dryrun", "--model", "gpt2", "--tp", "0"], ["predict", "--choices", "2"], ["nothing"]]
+    "argv",
+    [
+        ["dryrun", "--model", "gpt2", "--tp", "0"],
+        ["predict", "--choices", "2"],
+        ["nothing"],
+        *(["ledger", "gpt2", "--ms", ms, "--bandwidth", "1"] for ms in ("0", "-1", "nan")),
+        *(["ledger", "gpt2", "--ms", "1", "--bandwidth", rate] for rate in ("0", "-1", "nan")),
+        *(["pipeline", "--communication", delay] for delay in ("-1", "nan", "inf")),
+        ["pipeline", "--stages", "1000000"],
+        ["memory", "--model", "gpt-3m", "--micro-batch", "999999999999999"],
+        ["calibrate", "--seconds", "-5"],
+        ["mfu", "--model", "gpt2", "--batch", "8", "--seconds", "1e-320"],
+        ["collectives", "--density", "2"],
+    ],
+    ids=" ".join,
 )
 def test_arguments_that_are_none(capsys, argv):
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="2"):
         main(argv)
-    assert "error" in capsys.readouterr().err
+    assert "error" in (err := capsys.readouterr().err) and "be be" not in err
 
 
 @pytest.mark.parametrize(

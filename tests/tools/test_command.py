@@ -1,6 +1,10 @@
 """The command line: every option of every command is explained, types of values, the list of commands."""
 
 import argparse
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -62,15 +66,84 @@ def test_a_default_is_named_once():
 @pytest.mark.parametrize(
     "kind, good, bad",
     [
-        (command.positive, {"3": 3}, ["0", "-1", "2.5", "two"]),
+        (command.positive, {"3": 3, "1000000": 10**6}, ["0", "-1", "2.5", "two", "1000001"]),
+        (command.positions, {"131072": 131072}, ["0", "100000000"]),
+        (command.size, {"1000000000": 10**9}, ["0", "1" + "0" * 16]),
+        (command.milliseconds, {"0.5": 0.5}, ["0", "-1", "nan", "1e-320"]),
         (command.seconds, {"1e-9": 1e-9, "2": 2.0}, ["0", "1e10", "nan", "soon"]),
-        (command.rate, {"0.5": 0.5}, ["0", "-1", "inf", "nan", "fast"]),
+        (command.rate, {"0.5": 0.5}, ["0", "-1", "inf", "nan", "fast", "1e-320"]),
         (command.comma_separated(command.positive), {"1,2,4": [1, 2, 4]}, ["", "1,,2", "1,0"]),
     ],
-    ids=["positive", "seconds", "rate", "comma_separated"],
+    ids=["positive", "positions", "size", "milliseconds", "seconds", "rate", "comma_separated"],
 )
 def test_values_of_options(kind, good, bad):
     assert {text: kind(text) for text in good} == good
     for text in bad:
         with pytest.raises(argparse.ArgumentTypeError, match="must be"):
             kind(text)
+
+
+# ---- how a command ends ----
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    """Returns a function that runs a command which does what it is told."""
+
+    def run(action, *argv):
+        def register(p):
+            p.runs(action)
+            p.add_argument("--out", type=Path)
+            command.add_output(p)
+
+        monkeypatch.setitem(sys.modules, "tpfuse.tools.planted", SimpleNamespace(register=register))
+        return command.main(command.make_parser({"planted": ("a command", "planted:register")}), ["planted", *argv])
+
+    return run
+
+
+def test_ctrl_c_is_one_line(planted, capsys):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    assert planted(interrupted) == 130
+    assert capsys.readouterr().err == "tpfuse planted: interrupted\n"
+
+
+@pytest.mark.parametrize("lines", [1, 100_000], ids=["at the end", "midway"])
+def test_a_pipe_that_nothing_reads_ends_a_command_quietly(planted, monkeypatch, capsys, lines):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert planted(lambda _: print("a line\n" * lines)) == 141
+        pipe.flush()  # as Python does at its exit
+    assert capsys.readouterr().err == ""
+
+
+def worked(_):
+    raise AssertionError("it works before it looks at its files")
+
+
+@pytest.mark.parametrize("option", ["--out", "--plot"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(planted, capsys, tmp_path, option):
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "folder.png", tmp_path / "file" / "below.png"):
+        assert planted(worked, option, str(place)) == 2
+        assert capsys.readouterr().err == f"tpfuse planted: error: {place} is a folder, or cannot be written\n"
+    assert planted(lambda _: None, option, str(tmp_path / "new" / "x.png")) == 0
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["picture", "picture.xyz"])
+def test_a_picture_without_a_known_suffix_is_refused_before_the_work(planted, capsys, tmp_path, name):
+    pytest.importorskip("matplotlib")
+    assert planted(worked, "--plot", str(tmp_path / name)) == 2
+    assert f"{name}: a picture ends in one of ." in (err := capsys.readouterr().err) and ".png" in err
+
+
+def test_without_matplotlib_a_picture_is_refused_before_the_work(planted, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    assert planted(worked, "--plot", "x.png") == 2
+    assert "--plot needs matplotlib" in capsys.readouterr().err

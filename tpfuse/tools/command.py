@@ -6,6 +6,7 @@ that is imported when the command is.
 
 import argparse
 import json
+import os
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Collection, Mapping
@@ -18,6 +19,8 @@ from .nearest import proposal
 
 N = TypeVar("N", int, float)
 Options = argparse._ActionsContainer  # a parser or a group of its options
+INTERRUPTED, CLOSED = 130, 141  # exit codes of a shell's command that Ctrl-C, or a pipe that nothing reads, has ended
+WRITTEN = "csv", "html", "json", "out"  # options that may name a file which the command writes
 
 
 class Help(argparse.HelpFormatter):
@@ -130,16 +133,65 @@ def make_parser(commands: Mapping[str, tuple[str, str]]) -> Parser:
 
 def main(parser: ArgumentParser, argv: list[str] | None = None) -> int:
     """Runs a command and returns its exit code: 2 for a ValueError or OSError, whose message goes to stderr, and
-    without a command, where the list of commands does."""
-    args = parser.parse_args(argv)
-    if args.command is None:
-        parser.print_help(sys.stderr)
-        return 2
+    without a command, where the list of commands does; 130 after Ctrl-C; 141 where nothing reads what is printed."""
+    name = "tpfuse"
     try:
-        return args.run(args) or 0
+        args = parser.parse_args(argv)
+        if args.command is None:
+            parser.print_help(sys.stderr)
+            return 2
+        name += f" {args.command}"
+        check_files(args)
+        code: int = args.run(args) or 0
+        sys.stdout.flush()  # so that a closed pipe is seen here
+        return code
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its exit
+        return CLOSED
     except (ValueError, OSError) as error:
-        print(f"tpfuse {args.command}: error: {error}", file=sys.stderr)
+        print(f"{name}: error: {error}", file=sys.stderr)
         return 2
+
+
+# ---- files that are written ----
+
+
+def check_files(args: Namespace) -> None:
+    """Raises ValueError where a file that the options name cannot be written, before a command works for it."""
+    for name in WRITTEN:
+        if isinstance(path := getattr(args, name, None), Path):
+            check_file(path)
+    if getattr(args, "plot", None):
+        check_picture(args.plot)
+
+
+def check_file(path: Path) -> None:
+    """Raises ValueError where no file can be written; missing folders above it are no obstacle."""
+    place = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if place.is_dir() == (place == path) or not os.access(place, os.W_OK):
+        raise ValueError(f"{path} is a folder, or cannot be written")
+
+
+def check_picture(path: Path, advice: str = "") -> None:
+    """Raises ValueError where no picture can be drawn: as :func:`check_file`, without matplotlib, and for a suffix of a
+    format that it does not write."""
+    formats = picture_formats()
+    if path.suffix[1:].lower() not in formats:
+        suffixes = ", ".join("." + name for name in formats)
+        raise ValueError(f"--plot {path}: a picture ends in one of {suffixes}{advice}")
+    check_file(path)
+
+
+def picture_formats() -> Collection[str]:
+    """Returns the suffixes of the formats that matplotlib writes; ValueError where it is missing."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
+    return FigureCanvasBase.get_supported_filetypes()
 
 
 # ---- output ----
@@ -175,9 +227,12 @@ def bounded(kind: type[N], is_valid: Callable[[N], bool], rule: str) -> Callable
     return parse
 
 
-positive = bounded(int, lambda n: n >= 1, "an integer of at least 1")
+positive = bounded(int, lambda n: 1 <= n <= 10**6, "an integer from 1 to 1,000,000")
+positions = bounded(int, lambda n: 1 <= n <= 1 << 22, f"an integer from 1 to {1 << 22:,}")
+size = bounded(int, lambda n: 1 <= n <= 10**15, "a number of bytes, 1 to 1e15")
 seconds = bounded(float, lambda s: 1e-9 <= s <= 1e9, "a number of seconds, 1e-9 to 1e9")
-rate = bounded(float, lambda x: 0 < x < float("inf"), "a number above 0")
+milliseconds = bounded(float, lambda ms: 1e-6 <= ms <= 1e12, "a number of milliseconds, 1e-6 to 1e12")
+rate = bounded(float, lambda x: 1e-9 <= x <= 1e12, "a number from 1e-9 to 1e12")
 
 
 def unknown(kind: str, name: str, names: Collection[str], more: str = "") -> ValueError:
@@ -208,7 +263,7 @@ def add_number(
 
 
 def add_count(parser: Options, name: str, text: str, default: int | None = None) -> None:
-    """Adds an option that takes an integer of at least 1."""
+    """Adds an option that takes an integer of at least 1, and at most 1,000,000."""
     parser.add_argument(name, type=positive, default=default, metavar="N", help=text)
 
 
@@ -227,5 +282,7 @@ def add_html(parser: Options, text: str) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help=f"write {text}")
 
 
-def add_seq(parser: Options, default: int) -> None:
-    add_count(parser, "--seq", "positions in a sequence", default)
+def add_seq(parser: Options, default: int | None, text: str = "") -> None:
+    """Adds --seq; ``text``: its default in words, where the model settles it."""
+    help_ = f"positions in a sequence{text}"
+    parser.add_argument("--seq", type=positions, default=default, metavar="N", help=help_)

@@ -15,10 +15,13 @@ from tpfuse.__main__ import main
 from tpfuse.models import GPTConfig
 from tpfuse.plan import Job, best_plans, preset
 from tpfuse.tools.ledger.presets import PRESETS
-from tpfuse.tools.plan import check, planning
+from tpfuse.tools.plan import check, explain, planning
+from tpfuse.tools.plan.devices import DEVICES
+from tpfuse.tools.plan.search import SearchResult, search
 
 COMMAND = ["plan", "--model", "gpt-3m", "--device", "a100-80gb", "--devices", "2", "--seq", "64", "--global-batch", "4"]
 FEW = ["--fix", "micro_batch=2,saving=fastest,full=no"]
+ONE = ["--fix", "dp=2,micro_batch=1,saving=fastest,full=no,sharded=no"]
 
 
 def test_plans(capsys, tmp_path):
@@ -50,6 +53,9 @@ def test_a_plan_by_hand(capsys):
         (["--check"], "--check runs plans on this machine: give --device here"),
         (["--fix", "tp"], "--fix is FIELD=VALUE,.., got 'tp'"),
         (["--fix", "tp=two"], "--fix tp must be a positive integer, got 'two'"),
+        (["--fix", "layers=3--4"], "--fix layers must be blocks of each stage, such as 3-4-4-3, got '3--4'"),
+        (["--fix", "tp=2,tp=1"], "--fix says tp twice, 'tp=2,tp=1'"),
+        (["--device", "v100"], "error: plan: v100 has no peak for bfloat16, only for float16, float32"),
         (["--fix", "full=perhaps"], "full must be one of False, True, got perhaps"),
         (["--global-batch", "3", "--fix", "dp=2"], "a batch of 3 that dp x micro-batch divides"),
         (["--memory-share", "0.0001", *FEW], "no split of 2 devices holds the model: a rank needs"),
@@ -147,6 +153,50 @@ def test_plans_that_the_example_refuses(tmp_path, monkeypatch, capsys, fields, o
     with pytest.raises(SystemExit, match="2"):
         example("_options").parse()
     assert message in capsys.readouterr().err
+
+
+def test_files_are_written_before_an_explanation_fails(capsys, tmp_path):
+    assert main([*COMMAND, *ONE, "--explain", "9", "--json", str(tmp_path / "plan.json")]) == 2
+    assert len(json.loads((tmp_path / "plan.json").read_text())["plans"]) == 1
+    assert "--explain is one of the 1 plans, got 9" in capsys.readouterr().err
+
+
+def no_search(*_, **__):
+    raise AssertionError("a search was begun")
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_search(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(planning, "search", no_search)
+    for option in ("--json", "--html", "--plot"):
+        assert main([*COMMAND, option, str(tmp_path)]) == 2
+        assert str(tmp_path) in capsys.readouterr().err
+
+
+def test_ctrl_c_before_the_first_plan(monkeypatch, capsys):
+    nothing = SearchResult([], 0, 0, 0, least=float("inf"), complete=False)
+    monkeypatch.setattr(planning, "search", lambda *_, **__: nothing)
+    assert main(COMMAND) == 130 and capsys.readouterr().err == "tpfuse plan: interrupted\n"
+
+
+def test_ctrl_c_leaves_the_plans_so_far(monkeypatch, capsys):
+    monkeypatch.setattr(planning, "search", lambda *args, **options: search(*args, **options)._replace(complete=False))
+    monkeypatch.setattr(planning, "explain", no_search)
+    assert main([*COMMAND, *ONE, "--explain", "1"]) == 130
+    assert "interrupted: the best so far" in capsys.readouterr().out
+
+
+def test_ctrl_c_ends_an_explanation(monkeypatch, capsys):
+    """The best plan of a search that was interrupted is no answer to what would change the choice."""
+    monkeypatch.setattr(explain, "search", lambda *args, **options: search(*args, **options)._replace(complete=False))
+    assert main([*COMMAND, *ONE, "--explain", "1"]) == 130
+    assert capsys.readouterr().err.endswith("tpfuse plan: interrupted\n")
+
+
+def test_the_help_lists_all_devices(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"{', '.join(DEVICES)}, or here for these CPUs" in text
 
 
 def test_fields_of_fix():

@@ -104,6 +104,8 @@ def test_gradients_one_step_late_are_asked_for():
         (dict(tp=3), "no split of 4 devices with tp=3 has dp x cp x tp x pp = 4"),
         (dict(pp=4, chunks=3), "stages within 4 layers"),
         (dict(layers=(2, 0)), "layers must be positive numbers of blocks"),
+        (dict(layers=(1, 1)), "layers must add up to the model's 4 blocks, got 1-1"),
+        (dict(layers=(3, 4)), "layers must add up to the model's 4 blocks, got 3-4"),
     ],
 )
 def test_refused(fixed, message):

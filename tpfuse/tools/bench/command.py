@@ -9,7 +9,6 @@ measured is printed and written whatever comes after it.
 import dataclasses
 import functools
 import json
-import os
 import shutil
 import sys
 import textwrap
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...kernels.runtime.rules import NOT_NEGATIVE, check_number
-from ..command import CommandParser, add_number, unknown
+from ..command import INTERRUPTED, CommandParser, add_number, unknown
 from . import output, plots
 from .definition import DTYPES, MODES, Bench, Shape, discover, load, load_all, written
 from .measure import cache_bytes
@@ -29,7 +28,6 @@ from .roofline import Card, card_name, measure_card
 from .run import PEERS, BenchCase, Results, Setting, available, measure
 
 STANDARD = {"GPU": "shapes", "CPU": "cpu_shapes"}
-INTERRUPTED = 130  # the exit code of a shell's command that Ctrl-C has ended
 
 
 DETAILS = """Times kernels alone, at any shape: every op, or one of a file of your own, against plain torch,
@@ -67,7 +65,7 @@ def register(p: CommandParser) -> None:
     printed = "print JSON in place of tables; with FILE.json, print tables and write JSON there"
     files.add_argument("--json", type=json_file, nargs="?", const=True, metavar="FILE", help=printed)
     drawn = "draw one picture, or in a folder roofline.png and speed.png, with --sweep its curves (needs matplotlib)"
-    files.add_argument("--plot", type=Path, metavar="PNG|DIR", help=drawn)
+    files.add_argument("--plot", dest="pictures", type=Path, metavar="PNG|DIR", help=drawn)
 
 
 def json_file(text: str) -> Path:
@@ -171,17 +169,9 @@ def requested(args: Namespace) -> BenchRequest:
         notes += lines
         for shape in shapes_of(bench, texts, device, args.sweep):
             cases += [BenchCase(bench, shape, dtype, modes, providers=providers) for dtype in dtypes]
-    _check_places(args)
+    if args.pictures:
+        plots.check(args.pictures)
     return BenchRequest(cases, dtypes, device, notes)
-
-
-def _check_places(args: Namespace) -> None:
-    for path in filter(None, (args.csv, _json_file(args))):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise ValueError(f"{path} is a folder, or cannot be written")
-    if args.plot:
-        plots.check(args.plot)
 
 
 def _json_file(args: Namespace) -> Path | None:
@@ -236,11 +226,12 @@ def report(args: Namespace, results: Results, card: Card, *, cache: int) -> None
     writers: list[tuple[Path | None, Callable[[Path], object]]] = [
         (args.csv, lambda path: output.write_csv(results.rows, path)),
         (_json_file(args), lambda path: output.write_json(everything, path)),
-        (args.plot, lambda path: plots.draw(results.rows, card, path, args.sweep and args.sweep.partition("=")[0])),
+        (args.pictures, lambda path: plots.draw(results.rows, card, path, args.sweep and args.sweep.partition("=")[0])),
     ]
     for path, write in writers:
         try:
             if path:
+                path.parent.mkdir(parents=True, exist_ok=True)
                 write(path)
         except OSError as error:
             errors.append(error)

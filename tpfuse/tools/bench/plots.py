@@ -9,6 +9,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from ..command import check_picture, picture_formats
 from .roofline import Card
 from .run import Row
 
@@ -17,17 +18,11 @@ CURVES = {"us a call": ("p50_us", "p20_us", "p80_us"), "speed-up over": ("speedu
 
 
 def check(path: pathlib.Path) -> None:
-    """Raises ValueError where nothing can be drawn there: without matplotlib, or in a format that it does not write."""
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError:
-        raise ValueError('--plot needs matplotlib: pip install "tpfuse[bench]"') from None
-    formats = FigureCanvasBase.get_supported_filetypes()
-    if is_picture(path) and path.suffix[1:].lower() not in formats:
-        raise ValueError(
-            f"--plot {path}: a picture ends in one of {', '.join('.' + name for name in formats)}, and a folder that"
-            " does not exist yet in no suffix"
-        )
+    """Raises ValueError where nothing can be drawn there: without matplotlib, in a format that it does not write, or
+    in a file that cannot be written."""
+    if is_picture(path):
+        check_picture(path, "; a folder that does not exist yet has no suffix")
+    picture_formats()
 
 
 def is_picture(path: pathlib.Path) -> bool:

@@ -79,7 +79,7 @@ def _add_step(p: Options) -> None:
     _add_sizes(p)
     add_context(p)
     _add_imbalance(p)
-    cli.add_count(p, "--seq", f"positions in a sequence (default: {SEQ}, or fewer where the model has no more)")
+    add_settled_seq(p)
     cli.add_count(p, "--micro-batch", "sequences that a replica runs at once", 1)
     add_over_replicas(p)
     add_dtype(p)
@@ -108,9 +108,18 @@ def plan_of(args: Namespace, tp: int, dp: int, micro_batch: int, optimizer: str 
     )
 
 
-def _settle_seq(args: Namespace, config: ModelConfig) -> None:
+def add_settled_seq(p: Options) -> None:
+    """Adds --seq without a default, for :func:`settle_seq`."""
+    cli.add_seq(p, None, f" (default: {SEQ}, or fewer where the model has no more)")
+
+
+def settle_seq(args: Namespace, config: ModelConfig) -> None:
+    """Takes as many positions as the model has, at most SEQ, where none are said; ValueError where it has fewer."""
+    most = config.most_positions
     if args.seq is None:
-        args.seq = min(SEQ, config.most_positions or SEQ)
+        args.seq = min(SEQ, most or SEQ)
+    if most is not None and args.seq > most:
+        raise ValueError(f"{args.command}: {args.seq} positions are more than the model's max_positions={most}")
 
 
 def _step_plan(args: Namespace) -> dryrun.Plan:
@@ -145,10 +154,10 @@ def register_ledger(p: CommandParser) -> None:
     cli.add_number(
         p,
         "--ms",
-        float,
+        cli.milliseconds,
         "measured time of tpfuse's layer (fastest), in ms, for its memory usage efficiency; needs --bandwidth",
     )
-    cli.add_number(p, "--bandwidth", float, "peak bandwidth of the memory, in GB/s; needs --ms")
+    cli.add_number(p, "--bandwidth", cli.rate, "peak bandwidth of the memory, in GB/s; needs --ms")
     cli.add_html(p, "a page too, with sliders for sizes, splits, devices and links")
     cli.add_output(p)
 
@@ -156,18 +165,18 @@ def register_ledger(p: CommandParser) -> None:
 def _run_ledger(args: Namespace) -> None:
     if (args.ms is None) != (args.bandwidth is None):
         raise ValueError("--ms and --bandwidth go together")
+    config = load_config(args.model)
+    settle_seq(args, config)
     plan = dryrun.Plan(args.tp, cp=args.cp, cp_kind=args.cp_kind, dtype=DTYPES[args.dtype], imbalance=args.imbalance)
     if args.html:
-        config = load_config(args.model)
         subject = page.Subject(args.model, config, plan, args.batch, seq=args.seq, arch=args.arch, layer=args.layer)
         page.write(subject, args.html)
     with pretending(args.arch), dryrun.fake_world(plan.tp, cp=plan.cp) as mesh:
         tp = dryrun.ranks_of(plan, mesh)
         sizes = dict(batch=args.batch, seq=args.seq)
         comparison = layer.compare(
-            load_config(args.model), **sizes, dtype=DTYPES[args.dtype], tp=tp, imbalance=args.imbalance,
-            layer=args.layer,
-        )  # fmt: skip
+            config, **sizes, dtype=DTYPES[args.dtype], tp=tp, imbalance=args.imbalance, layer=args.layer
+        )
     text, values = [str(comparison)], comparison.json()
     fastest = comparison.traces["tpfuse fastest"]
     if args.ms is not None:
@@ -229,7 +238,7 @@ def _cases(plan: dryrun.Plan) -> list[_Case]:
 
 def _run_memory(args: Namespace) -> None:
     config = load_config(args.model)
-    _settle_seq(args, config)
+    settle_seq(args, config)
     plan = _step_plan(args).settled(config)
     kinds, unit = layers_by_mlp(config).values(), plan.seq * plan.micro_batch * config.hidden_size
     rows, values, bars = [], {}, {}
@@ -294,7 +303,7 @@ def _run_dryrun(args: Namespace) -> None:
         raise ValueError("dryrun: --sweep is of even experts over tp; leave out --imbalance and --over-replicas")
     if args.plot and args.pp > 1:
         raise ValueError("dryrun: --plot draws one rank, and --pp asks for several")
-    _settle_seq(args, config)
+    settle_seq(args, config)
     run = _run_sweep if args.sweep else _run_stages if args.pp > 1 else _run_rank
     run(args, config)
 
@@ -304,13 +313,20 @@ def _run_sweep(args: Namespace, config: ModelConfig) -> None:
         points = dryrun.sweep(
             config, plan_of(args, 1, 1, args.micro_batch, optimizer=args.optimizer), args.tps, args.ranks
         )
+    undivided = "divides none of the numbers of ranks"
+    notes = {tp: f"tp {tp}: {undivided}" for tp in args.tps if all(n % tp for n in args.ranks)}
+    if not any(p.held for p in points):
+        errors = dict.fromkeys([*(f"tp {p.plan.tp}: {p.error}" for p in points), *notes.values()])
+        raise ValueError(f"dryrun: no size of the sweep can be split: {'; '.join(errors)}")
     values = [
         dict(error=p.error, tp=p.plan.tp)
         if p.held is None or p.work is None
         else dryrun.as_json(p.plan, p.held, p.work)
         for p in points
     ]
-    cli.present(args, dryrun.sweep_table(points), values, lambda path: plots.growth(points, path))
+    values += [dict(error=undivided, tp=tp) for tp in notes]
+    text = "\n".join([dryrun.sweep_table(points), *notes.values()])
+    cli.present(args, text, values, lambda path: plots.growth(points, path))
 
 
 def _run_stages(args: Namespace, config: ModelConfig) -> None:

@@ -35,17 +35,22 @@ from .recorder import Ledger
 from .shapes import Shape, check_imbalance, layers_by_mlp
 from .text import Progress, progress, quantity, table
 
+MOST_RANKS = 1 << 15  # a mesh takes 0.2 ms a rank
+
 
 @contextlib.contextmanager
 def fake_world(tp: int, dp: int = 1, pp: int = 1, stage: int = 0, *, cp: int = 1) -> Iterator[DeviceMesh]:
     """Makes a mesh ("pp", "dp", "cp", "tp") of ranks of which this process is the first of ``stage``, a place on "pp",
     and the others do not exist.
 
-    ValueError for sizes below 1 or where a process group exists already.
+    ValueError for sizes below 1, for more than MOST_RANKS, or where a process group exists already.
     """
     for name, n in (("tp", tp), ("cp", cp), ("dp", dp), ("pp", pp)):
         if n < 1:
             raise ValueError(f"fake_world: {name} must be at least 1, got {n}")
+    ranks = tp * cp * dp * pp
+    if ranks > MOST_RANKS:
+        raise ValueError(f"fake_world: there must be at most {MOST_RANKS:,} ranks, got {ranks:,}")
     if dist.is_initialized():
         raise ValueError(
             "fake_world: this process is in a process group already; run the dry run in a process of its own"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ...kernels.runtime.errors import check
 from ...layers.block import SAVING
 from ...layers.shapes import MLPShape, MoEShape
 from ...models import with_head
@@ -32,6 +33,8 @@ from .plain import PlainLayer
 from .recorder import PHASES, Entry, Ledger, Row, add_up
 from .shapes import Shape, check_imbalance
 from .text import quantity, table
+
+MOST_TOKENS = 1 << 28  # torch counts the bytes of a tensor, such as attention's scores, in 64 bits
 
 
 @contextlib.contextmanager
@@ -66,8 +69,17 @@ def build(
         return make(config, tp=tp, dp=dp, saving=saving, recompute=FULL if full else None, stage=stage)
 
 
+def check_tokens(batch: int, seq: int) -> None:
+    """Raises ValueError for more tokens than MOST_TOKENS: a size in bytes may not fit into 64 bits."""
+    check(
+        batch * seq <= MOST_TOKENS,
+        f"a rank's batch must have at most {MOST_TOKENS:,} tokens, got {batch:,} sequences of {seq:,}",
+    )
+
+
 def token_ids(batch: int, seq: int) -> Tensor:
-    """Returns token ids [batch, seq] on the meta device."""
+    """Returns token ids [batch, seq] on the meta device; ValueError for more than torch can count the bytes of."""
+    check_tokens(batch, seq)
     return torch.zeros(batch, seq, dtype=torch.int64, device="meta")
 
 
@@ -300,6 +312,7 @@ def compare(
     are tpfuse's columns alone.  ``imbalance``: of the rank whose experts have the most rows, these over the mean.
     ValueError for one that the ranks cannot have, and for a layer that is not there.
     """
+    check_tokens(batch, seq)
     s = Shape.of(config, layer)
     config = with_layers(config, 1, like=layer)
     check_imbalance("ledger", config, imbalance, 1 if tp is None else tp.size)

@@ -159,10 +159,9 @@ def _margin(point: tuple[float, float], forward: bool) -> tuple[float, float]:
 
 
 def growth(points: Sequence[Point], path: Path) -> None:
-    """Draws a sweep: a rank's costs over tp at the most ranks, and over ranks at the largest tp that was run."""
+    """Draws a sweep of at least one size that was run: a rank's costs over tp at the most ranks, and over ranks at the
+    largest tp that was run."""
     counted: list[Any] = [p for p in points if p.held is not None]
-    if not counted:
-        raise ValueError("--plot: no size of the sweep can be split")
     most = max(p.plan.ranks for p in counted)
     tp = max(p.plan.tp for p in counted)
     costs: dict[str, Callable[[Any], float]] = {

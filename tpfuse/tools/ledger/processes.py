@@ -1,6 +1,7 @@
 """Runs a function on real gloo processes of this machine, one thread each."""
 
 import pickle
+import signal
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -20,7 +21,15 @@ def on_ranks(size: int, fn: Callable[..., T], *args: Any) -> T:
     ``fn`` and its arguments pickle.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_work, (size, folder, fn, args), nprocs=size)
+        # Ctrl-C ends this process, and daemons end with it: by themselves, ranks that wait for one another would not,
+        # and those that have just begun would print where.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            ranks: Any = mp.spawn(_work, (size, folder, fn, args), nprocs=size, join=False, daemon=True)
+        finally:
+            signal.signal(signal.SIGINT, handler)
+        while not ranks.join():
+            pass
         return pickle.loads((Path(folder) / "result").read_bytes())
 
 

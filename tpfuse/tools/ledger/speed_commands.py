@@ -9,7 +9,7 @@ from .. import command as cli
 from ..command import CommandParser
 from ..options import DTYPES, MODEL_HELP, add_dtype, add_model
 from . import machine, mfu, plots, steptime
-from .commands import add_context, add_over_replicas, add_saving, plan_of
+from .commands import add_context, add_over_replicas, add_saving, add_settled_seq, plan_of, settle_seq
 from .presets import load_config
 from .text import quantity, table
 
@@ -23,21 +23,24 @@ def register_mfu(p: CommandParser) -> None:
     )
     p.add_argument("--model", metavar="MODEL", help=f"{MODEL_HELP} (default: the published table)")
     cli.add_count(p, "--batch", "sequences in a step, over all devices; needed with --model")
-    cli.add_seq(p, 2048)
-    cli.add_number(p, "--seconds", float, "measured time of a step, in seconds; needed with --model")
+    add_settled_seq(p)
+    cli.add_number(p, "--seconds", cli.seconds, "measured time of a step, in seconds; needed with --model")
     cli.add_count(p, "--devices", "number of devices that took part", 1)
     p.add_argument("--device", choices=mfu.PEAK, default="H100", help="device whose dense 16-bit peak is the limit")
-    cli.add_number(p, "--peak-tflops", float, "peak of a device, in TFLOP/s (default: that of --device)")
+    cli.add_number(p, "--peak-tflops", cli.rate, "peak of a device, in TFLOP/s (default: that of --device)")
     p.add_argument("--recompute", choices=mfu.RECOMPUTE, default="none", help="part that is computed again in backward")
     cli.add_output(p, plot=False)
 
 
 def _run_mfu(args: Namespace) -> None:
     if args.model is None:
+        if any(value is not None for value in (args.batch, args.seq, args.seconds, args.peak_tflops)):
+            raise ValueError("--batch, --seq, --seconds and --peak-tflops need --model too")
         return _show_published(args)
     if args.batch is None or args.seconds is None:
         raise ValueError("--model needs --batch and --seconds too")
     config = load_config(args.model)
+    settle_seq(args, config)
     peak = mfu.PEAK[args.device] if args.peak_tflops is None else args.peak_tflops * 1e12
     u = mfu.utilization(
         config,
@@ -77,7 +80,8 @@ def _show_published(args: Namespace) -> None:
 def register_calibrate(p: CommandParser) -> None:
     p.runs(_run_calibrate)
     p.add_argument("--out", type=Path, default=machine.DEFAULT, metavar="FILE", help="file that is written")
-    p.add_argument("--dtype", choices=DTYPES, nargs="+", default=["fp32"], help="dtypes of the models that are timed")
+    dtypes = "dtypes of the models that are timed (default: fp32)"
+    p.add_argument("--dtype", choices=DTYPES, nargs="+", default=["fp32"], help=dtypes)
     p.add_argument(
         "--ranks",
         type=cli.comma_separated(cli.positive),
@@ -85,7 +89,7 @@ def register_calibrate(p: CommandParser) -> None:
         metavar="N,..",
         help="numbers of processes that run at once, one thread each",
     )
-    cli.add_number(p, "--seconds", float, "time that it takes about, in seconds", default=60)
+    cli.add_number(p, "--seconds", cli.seconds, "time that it takes about, in seconds", default=60)
     cli.add_output(p, plot=False)
 
 

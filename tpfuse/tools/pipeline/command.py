@@ -5,27 +5,32 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from ...kernels.runtime.errors import check
 from ...pipeline.schedules import EVERY, Order, order
 from ...pipeline.simulator import Timeline, simulate
 from .. import html
-from ..command import CommandParser, add_count, add_html, add_number, add_output, present, seconds
-from ..ledger.text import table
+from ..command import CommandParser, add_count, add_html, add_number, add_output, bounded, present, seconds
+from ..ledger.text import progress, table
 from . import gantt, page
 
 _ROOM = 1500  # micro-batches of all ranks, over all numbers of them that a page offers
+_MOST = 1 << 15  # micro-batches of all ranks
 _HEADER = "schedule", "stages a rank", "copies of the weights", "seconds", "bubble %", "in flight"
+
+ranks = bounded(int, lambda n: 1 <= n <= 1024, "an integer from 1 to 1024")
+delay = bounded(float, lambda s: 0 <= s <= 1e9, "a number of seconds, 0 to 1e9")
 
 
 def register(p: CommandParser) -> None:
     p.runs(_run)
-    add_count(p, "--stages", "ranks that the layers are spread over", 4)
+    p.add_argument("--stages", type=ranks, default=4, metavar="N", help="ranks that the layers are spread over")
     add_count(p, "--micro-batches", "micro-batches in a step", 8)
     p.add_argument("--schedule", metavar="NAME,..", help="schedules such as gpipe,1f1b (default: all that fit)")
     add_count(p, "--chunks", "stages on a rank, of interleaved and zero-bubble (default: 2)")
     for name, kind in (("forward", "forward"), ("input", "input-gradient"), ("weight", "weight-gradient")):
         text = f"time of the {kind} pass of all layers of a rank, in seconds"
         add_number(p, f"--{name}", seconds, text, default=1.0)
-    add_number(p, "--communication", float, "time from a rank to the next, in seconds", default=0.0)
+    add_number(p, "--communication", delay, "time from a rank to the next, in seconds", default=0.0)
     add_html(p, "a page too, whose sliders make passes and messages slower, and choose among micro-batches")
     add_output(p)
 
@@ -64,9 +69,13 @@ class ComparedSchedules(NamedTuple):
 
 
 def compare(args: Namespace, schedules: Sequence[str] | None) -> ComparedSchedules:
-    """Runs schedules by the clock; ValueError where one that is named cannot do these numbers."""
+    """Runs schedules by the clock; ValueError where one that is named cannot do these numbers, and for too many."""
+    check(
+        args.stages * args.micro_batches <= _MOST,
+        f"pipeline: --stages times --micro-batches must be at most {_MOST:,}, got {args.stages} x {args.micro_batches}",
+    )
     timelines, left_out = {}, {}
-    for name in EVERY if schedules is None else schedules:
+    for name in progress(list(EVERY) if schedules is None else schedules, "pipeline: schedule"):
         try:
             timelines[name] = _timeline(name, args)
         except ValueError as error:

@@ -61,7 +61,7 @@ class Device(NamedTuple):
         if entry.kind == COMMUNICATION:
             return 0.0
         share = self.attention if entry.kind == ATTENTION else self.gemm * self.filled(entry.tiles)
-        computed = entry.flops / (share * self._peak(dtype)) if entry.flops else 0.0
+        computed = entry.flops / (share * self.peak_of(dtype)) if entry.flops else 0.0
         return self.launch + max(computed, entry.moved / (self.reached * self.bandwidth))
 
     def filled(self, tiles: int) -> float:
@@ -71,7 +71,8 @@ class Device(NamedTuple):
             return 1.0
         return tiles / (-(-tiles // self.multiprocessors) * self.multiprocessors)
 
-    def _peak(self, dtype: torch.dtype) -> float:
+    def peak_of(self, dtype: torch.dtype) -> float:
+        """Returns the flop/s at a dtype; ValueError for one without a peak."""
         name = str(dtype).removeprefix("torch.")
         check(name in self.peak, f"plan: {self.name} has no peak for {name}, only for {', '.join(self.peak)}")
         return self.peak[name]

@@ -65,10 +65,12 @@ def scenarios(plans: Plans) -> Mapping[str, Scenario]:
 
 def _best(plans: Plans, job: Job, costs: CostModel, cache: SpanCache, **fixed: int) -> StepEstimate | None:
     try:
-        steps = search(job, plans.cluster.devices, costs, fixed={**plans.fixed, **fixed}, keep=1, cache=cache).steps
+        result = search(job, plans.cluster.devices, costs, fixed={**plans.fixed, **fixed}, keep=1, cache=cache)
     except ValueError:  # a batch that the devices cannot share
         return None
-    return next(iter(steps), None)
+    if not result.complete:  # its best so far would be no answer
+        raise KeyboardInterrupt
+    return next(iter(result.steps), None)
 
 
 def formulas(plans: Plans, step: StepEstimate) -> str:

@@ -8,13 +8,14 @@ from typing import Any
 
 from ...kernels.runtime.errors import check
 from .. import html
-from ..command import CommandParser, add_count, add_flag, add_html, add_number, add_seq, bounded
+from ..command import INTERRUPTED, CommandParser, add_count, add_flag, add_html, add_number, add_seq, bounded
 from ..ledger.machine import DEFAULT, Machine
 from ..ledger.presets import load_config
 from ..ledger.text import quantity
 from ..options import DTYPES, add_model, add_optimizer
 from .cluster import Cluster, Level, preset, read, this_machine
 from .costs import MEMORY_SHARE, cost_model
+from .devices import DEVICES, Device
 from .explain import explain
 from .report import Plans, draw, page_of
 from .search import NOTHING_FIXED, Fixed, check_fixed, fits, search
@@ -33,14 +34,18 @@ def best_plans(
     ``fixed``: fields of Split that plans must have, such as dict(tp=8).  ``memory_share``: of a device's memory, what a
     plan may fill.
 
-    ValueError for a job that cannot be planned: no split allowed by the model, the batch and ``fixed``, or none that
-    fits (then with a number of devices that would do).  Call it in a process that is in no process group.
+    ValueError for a job that cannot be planned: a dtype without a peak, no split allowed by the model, the batch and
+    ``fixed``, or none that fits (then with a number of devices that would do).  After Ctrl-C, the fastest so far; a
+    KeyboardInterrupt where there is none.  Call it in a process that is in no process group.
     """
+    if isinstance(cluster.device, Device):
+        cluster.device.peak_of(job.dtype)
     costs, cache = cost_model(cluster, share=memory_share), SpanCache()
     result = search(job, cluster.devices, costs, fixed=fixed, keep=keep, cache=cache)
     plans = Plans(job, cluster, costs, result, fixed=fixed, cache=cache)
     if not plans.steps:
-        check(plans.result.complete, "plan: interrupted before the first plan")
+        if not plans.result.complete:
+            raise KeyboardInterrupt
         raise ValueError(_nothing_fits(plans))
     return plans
 
@@ -83,7 +88,7 @@ def register(p: CommandParser) -> None:
     hardware.add_argument(
         "--device",
         metavar="NAME",
-        help="v100, a100-80gb, h100, h200, mi300x, or here for these CPUs (default: those of --cluster)",
+        help=f"{', '.join(DEVICES)}, or {LOCAL} for these CPUs (default: those of --cluster)",
     )
     hardware.add_argument(
         "--cluster",
@@ -119,8 +124,8 @@ def register(p: CommandParser) -> None:
     )
 
 
-def run(args: Namespace) -> None:
-    """Prints, draws, writes and checks plans."""
+def run(args: Namespace) -> int:
+    """Prints, draws, writes, explains and checks plans; returns 130 where Ctrl-C has ended the search, 0 otherwise."""
     check(not args.check or args.device == LOCAL, "plan: --check runs plans on this machine: give --device here")
     config, fixed, cluster = load_config(args.model), fixed_of(args.fix), cluster_of(args)
     dtype = DTYPES[args.dtype or ("fp32" if cluster.device.name == LOCAL else "bf16")]
@@ -131,8 +136,6 @@ def run(args: Namespace) -> None:
     finally:
         gc.unfreeze()  # what is garbage by now would stay for good
     print(plans.text())
-    if args.explain is not None:
-        print(f"\n{explain(plans, args.explain)}")
     if args.plot:
         draw(plans, args.plot)
         print(f"\ndrawn to {args.plot}")
@@ -140,13 +143,18 @@ def run(args: Namespace) -> None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(plans.json(), indent=1))
         print(f"\nwritten to {args.json}")
-    if args.html:  # last: a page that would be too large is an error
+    if args.html:  # after the other files: a page that would be too large is an error
         html.write(page_of(plans), args.html)
         print(f"\nwritten to {args.html}")
+    if not plans.result.complete:
+        return INTERRUPTED
+    if args.explain is not None:
+        print(f"\n{explain(plans, args.explain)}")
     if args.check:
         from .check import checked
 
         print(f"\n{checked(plans)}")
+    return 0
 
 
 def cluster_of(args: Namespace) -> Cluster:
@@ -169,6 +177,7 @@ def fixed_of(text: str | None) -> Fixed:
         name, equals, value = (x.strip() for x in field.partition("="))
         check(bool(equals), f"plan: --fix is FIELD=VALUE,.., got {field!r}")
         check(name in Split._fields, f"plan: --fix knows {', '.join(Split._fields)}, got {name!r}")
+        check(name not in fixed, f"plan: --fix says {name} twice, {text!r}")
         fixed[name] = _value(name, value)
     check_fixed(fixed)
     return fixed
@@ -182,4 +191,5 @@ def _value(name: str, value: str) -> Any:
     try:
         return tuple(int(n) for n in value.split("-")) if name == "layers" else int(value)
     except ValueError:
-        raise ValueError(f"plan: --fix {name} must be a positive integer, got {value!r}") from None
+        rule = "blocks of each stage, such as 3-4-4-3" if name == "layers" else "a positive integer"
+        raise ValueError(f"plan: --fix {name} must be {rule}, got {value!r}") from None

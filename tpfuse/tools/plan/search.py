@@ -87,9 +87,15 @@ def fits(job: Job, devices: int, costs: CostModel, fixed: Fixed) -> bool:
 def candidates(job: Job, devices: int, fixed: Fixed) -> list[Split]:
     """Returns the splits, their layers not chosen; ValueError where there are none."""
     check_fixed(fixed)
+    layers = fixed.get("layers")
+    check(
+        layers is None or sum(layers) == job.config.num_layers,
+        f"plan: layers must add up to the model's {job.config.num_layers} blocks, got"
+        f" {'-'.join(map(str, layers or ()))}",
+    )
     required = {name: value for name, value in fixed.items() if name != "layers"}.items()
     splits = [s for s in _splits(job, devices, fixed) if all(getattr(s, name) == value for name, value in required)]
-    if layers := fixed.get("layers"):
+    if layers is not None:
         splits = [s._replace(layers=tuple(layers)) for s in splits if s.stages == len(layers)]
     condition = " with " + ", ".join(f"{name}={value}" for name, value in fixed.items()) if fixed else ""
     check(

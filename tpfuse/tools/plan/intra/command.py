@@ -9,6 +9,7 @@ from typing import NamedTuple
 from ....kernels.runtime.errors import check
 from ... import command as cli
 from ...command import CommandParser
+from ...ledger.commands import add_settled_seq, settle_seq
 from ...ledger.plots import bars
 from ...ledger.presets import load_config
 from ...ledger.text import duration, quantity, table
@@ -40,7 +41,7 @@ def register(p: CommandParser) -> None:
     p.add_argument(
         "--mesh", type=mesh_shape, default="8", metavar="N|NxM", help="ranks of one axis or two, outer first"
     )
-    cli.add_seq(p, 2048)
+    add_settled_seq(p)
     cli.add_count(p, "--batch", "sequences that the mesh runs at once", 1)
     cli.add_count(p, "--micro-batches", "micro-batches of --batch between two sums of the weights' gradients", 1)
     cli.add_count(p, "--blocks", "number of blocks in a row, each with layouts of its own", 1)
@@ -142,7 +143,9 @@ def solve(args: Namespace) -> Layouts:
     sizes, widths = args.mesh, args.bandwidth or [25.0] * (len(args.mesh) - 1) + [230.0]
     check(len(widths) == len(sizes), f"layouts: --bandwidth needs {len(sizes)} numbers, one an axis, got {len(widths)}")
     mesh = Mesh(sizes, tuple(Link(args.latency, width * 1e9) for width in widths))
-    job = Job(load_config(args.model), args.batch, args.seq, dtype=DTYPES[args.dtype], optimizer=args.optimizer)
+    config = load_config(args.model)
+    settle_seq(args, config)
+    job = Job(config, args.batch, args.seq, dtype=DTYPES[args.dtype], optimizer=args.optimizer)
     space = Space(
         stack(job, args.blocks), mesh, Rates(args.tflops * 1e12, args.memory_bandwidth * 1e9, args.micro_batches)
     )
