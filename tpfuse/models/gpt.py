@@ -55,8 +55,9 @@ class GPT(Model):
 
     ``lm_head=False`` makes the base decoder, transformers' LlamaModel or GPT2Model, whose output is
     ``last_hidden_state``.  ``GPT.from_pretrained`` makes it too where config.json names that class and the head has a
-    weight of its own, unless ``lm_head`` is given.  ``classifier`` puts the head of a :class:`Classifier` in its place,
-    whose logits and labels those of a call then are; a directory of a class that classifies brings it.
+    weight of its own that no file has, unless ``lm_head`` is given.  ``classifier`` puts the head of a
+    :class:`Classifier` in its place, whose logits and labels those of a call then are; a directory of a class that
+    classifies brings it.
 
     ``experts``: mesh["dp", "tp"], over whose ranks experts are divided, beside ``dp=mesh["dp"]``; by default over those
     of ``tp``.  Every replica then makes the same calls, of as many rows as it has.  A bare backward() leaves complete

@@ -278,7 +278,7 @@ REFUSED = {
     "rope_type='.*' is not built; one of default is": "scaled positions in ModernBERT",
     "partial_rotary_factor=.* is not built": "a part of each head rotated",
     "head_dim=.* is not built": "a head_dim that rotates alone",
-    "a gated activation must be one of": "ReLU in a gated MLP",
+    "which gated MLPs have": "ReLU in a gated MLP",
     "scale_attn_weights|scale_attn_by_inverse": "GPT-2's other scales of scores",
     "add_cross_attention|is_decoder": "decoders of an encoder's class, cross-attention",
     "position_embedding_type": "relative positions, which transformers 5 ignores",

@@ -53,8 +53,9 @@ WRONG = [
     (dict(num_layers=0), "num_layers must be a positive integer, got 0"),
     (dict(vocab_size=97.0), "vocab_size must be a positive integer, got 97.0"),
     (dict(num_heads=5), "hidden_size=48 is not divisible by num_heads=5"),
-    (dict(dropout=1.0), r"dropout must lie in \[0, 1\), got 1.0"),
-    (dict(attention_dropout=-0.1), r"attention_dropout must lie in \[0, 1\), got -0.1"),
+    (dict(dropout=1.0), r"dropout must lie in \[0, 0.99999.\), got 1.0"),
+    (dict(dropout=0.999999), r"dropout must lie in \[0, 0.99999.\), got 0.999999"),
+    (dict(attention_dropout=-0.1), r"attention_dropout must lie in \[0, 0.99999.\), got -0.1"),
     (dict(activation="mish"), "activation must be one of .*, got 'mish'"),
 ]
 
@@ -64,6 +65,13 @@ WRONG = [
 def test_errors(config, change, said):
     with pytest.raises(ValueError, match=f"{type(config).__name__}: {said}"):
         replace(config, **change)
+
+
+def test_a_gated_mlp_has_an_activation_that_gates():
+    with pytest.raises(
+        ValueError, match="GPTConfig: activation must be one of silu, .*, which gated MLPs have, got 'rel"
+    ):
+        replace(GPT_CONFIG, gated=True, activation="relu")
 
 
 def test_what_transformers_cannot_hold_is_not_written():

@@ -216,3 +216,39 @@ def rival(world):
 def test_the_first_ranks_processors_count(ranks):
     for out in ranks(2, rival):
         assert (out[:, 8:] == 7).all()
+
+
+def nothing_left(world, spoilt, options):
+    """-> what is said where the processor of the rank ``spoilt`` (-1: of every rank) leaves no token to draw."""
+    spoils = spoilt in (world.rank, -1)
+    leaves = lambda ids, scores: torch.full_like(scores, options["of"]) if spoils else scores
+    arguments = dict(do_sample=True, logits_processor=leaves) | {k: v for k, v in options.items() if k != "of"}
+    try:
+        return processed(world, arguments)
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("of", [-torch.inf, torch.nan, torch.inf], ids=str)
+@pytest.mark.parametrize("more", [{}, dict(top_p=0.9), dict(num_beams=2)], ids=["plain", "top_p", "beams"])
+def test_nothing_is_drawn_where_nothing_is_left(ranks, of, more):
+    """An error on every rank, where it is the first one's processor; another's does not count."""
+    for R, spoilt in ((1, 0), (2, 0)):
+        said = ranks(R, nothing_left, spoilt, dict(of=of) | more)
+        assert all("generate: no token can be drawn: behind processors" in text for text in said)
+    first, second = ranks(2, nothing_left, 1, dict(of=of) | more)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("top_p", [0.9, None])
+def test_logits_that_are_nan_are_named(ranks, top_p):
+    assert all("the model's logits are NaN" in text for text in ranks(2, of_nan, top_p))
+
+
+def of_nan(world, top_p):
+    model = GPT(GPT_CONFIG, tp=make_tp(world)).eval()
+    torch.nn.init.constant_(model.embedding.weight, torch.nan)
+    try:
+        model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2, do_sample=True, top_p=top_p)
+    except RuntimeError as error:
+        return str(error)

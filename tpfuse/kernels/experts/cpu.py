@@ -66,7 +66,7 @@ def experts_down_cpu(
     _multiply(a, w2.mT, rows.offsets, y)
     if weights is not None:
         for i, j in row_blocks(*y.shape):
-            y[i:j] = y[i:j] * weights[i:j, None]
+            y[i:j].mul_(weights[i:j, None])
     return _placed(y, rows, count, room)
 
 

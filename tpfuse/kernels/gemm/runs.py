@@ -34,7 +34,7 @@ def value_of(z: Tensor, activation: str, y: Tensor | None = None) -> Tensor:
     y = z.new_empty(len(z), z.shape[1] // 2) if y is None else y
     for (z_run,), (y_run,) in _runs([z], [y], y.numel()):
         gate, up = apart(z_run)
-        y_run.copy_(act.forward(gate).mul_(up)[: len(y_run)])
+        _store_product(act.forward(gate), up, y_run)
     return y
 
 
@@ -53,9 +53,9 @@ def gradient_of(
     for (dy_run, z_run), (dz_run, *y_run) in _runs([dy, z], [dz, y] if rebuild else [dz], dy.numel()):
         (gate, up), dy_run = apart(z_run), _widened(dy_run)
         a = act.forward(gate)
-        dz_run.copy_(together(act.backward(dy_run * up, gate), a * dy_run)[: len(dz_run)])
+        _store_pairs(act.backward(dy_run * up, gate), a * dy_run, dz_run)
         for place in y_run:
-            place.copy_(a.mul_(up)[: len(place)])
+            _store_product(a, up, place)
     return dz, y
 
 
@@ -118,3 +118,20 @@ def apart(z: Tensor) -> tuple[Tensor, Tensor]:
 def together(gate: Tensor, up: Tensor) -> Tensor:
     """gate, up [n] of fp32 or fp64 -> [2n], new and contiguous."""
     return torch.view_as_real(torch.complex(gate, up)).view(-1)
+
+
+def _store_product(a: Tensor, b: Tensor, place: Tensor) -> None:
+    """Stores the first elements of a b, [n] as they were widened, in ``place``: at once where nothing is rounded or cut
+    off.  ``a`` is lost."""
+    if place.dtype == a.dtype and len(place) == len(a):
+        torch.mul(a, b, out=place)
+    else:
+        place.copy_(a.mul_(b)[: len(place)])
+
+
+def _store_pairs(gate: Tensor, up: Tensor, place: Tensor) -> None:
+    """Stores the first pairs of gate and up, [n] as they were widened, in ``place``: as :func:`_store_product`."""
+    if place.dtype == gate.dtype and len(place) == 2 * len(gate):
+        torch.complex(gate, up, out=torch.view_as_complex(place.view(-1, 2)))
+    else:
+        place.copy_(together(gate, up)[: len(place)])

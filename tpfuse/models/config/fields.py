@@ -9,7 +9,7 @@ from ...kernels.runtime.rules import Rule, boolean, instance, integer, integers,
 MAX_LAYERS = 10_000
 MAX_EXPERTS = 1 << 18  # of all layers, each of which has names of its own in a file
 MAX_WEIGHT = 1 << 48  # elements: far below what overflows 64 bits, far above what fits anywhere
-_PROBABILITY = number(0, 1, "[)")
+_PROBABILITY = number(0, 1 - 2**-17, "[)")  # what masks of 16 bits have
 _POSITIVE = number(0, 1e6, "(]")
 
 MODEL_FIELDS: dict[str, Rule] = dict(

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
-from ...kernels.gemm.activation import ACTIVATIONS
+from ...kernels.gemm.activation import ACTIVATIONS, GATED
+from ...kernels.runtime.errors import check
 from ...kernels.runtime.rules import Rule, check_rules, one_of, quoted
 from ...layers.shapes import AttentionShape, MLPShape, MoEShape, NormShape
 from ..families import FAMILIES, FULL, SLIDING, Family
@@ -65,6 +66,11 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_rules(self._name, vars(self), {"family": one_of(self.families), **self.rules})
+        check(
+            not self.gated or self.activation in GATED.values(),
+            f"{self._name}: activation must be one of {', '.join(GATED.values())}, which gated MLPs have, got"
+            f" {self.activation!r}",
+        )
         if self.ffn_size is None:
             object.__setattr__(self, "ffn_size", 4 * self.hidden_size)
         if self.head_size * self.num_heads != self.hidden_size and getattr(self, "head_width", None) is None:

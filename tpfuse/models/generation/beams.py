@@ -142,8 +142,10 @@ class Search:
             top, index = sums.topk(count)
         else:
             index = self.noise.added(scores + running, self.position + step).view(self.batch, -1).topk(count).indices
-            top = sums.gather(1, index)
+            top = sums.gather(1, index).where(sums.amax(-1, keepdim=True).isfinite(), torch.nan)
         top, index = self.scores.agreed(torch.stack([top, index.double()]))
+        if self.noise is not None:
+            self.scores.unusable |= top.isnan().any()
         index = index.long()
         return top, index // scores.shape[-1], index % scores.shape[-1]
 

@@ -71,7 +71,8 @@ def generate(
     ``do_sample`` draws from softmax(logits / ``temperature``), of the ``top_k`` most likely tokens, of the fewest whose
     probability is at least ``top_p`` together, and of those whose probability is at least ``min_p`` of the highest; in
     that order, which is transformers'.  ``num_return_sequences`` continues each prompt so many times, by samples that
-    depend on neither that number nor the batch: [B x num_return_sequences, S + new].
+    depend on the prompt, its row and ``seed``, not on that number or on other prompts: [B x num_return_sequences,
+    S + new].
 
     ``num_beams`` above 1 searches the sequence of the highest sum of log-probabilities / length **
     ``length_penalty``, by transformers' rules, with ``early_stopping`` True, False or "never"; the

@@ -2,7 +2,7 @@
 
 Sampling is Gumbel-max: argmax_v x_v / T - log(-log u_v), with u_v by Philox of (seed, the token's place in its
 sequence, the prompt's number, which of its continuations this is, global vocabulary id v), so no random state is kept,
-and the split, padding and batch do not matter.
+and the split, padding and the batch's other prompts do not matter.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Scores:
         self.penalty = penalty
         self.present = torch.zeros(len(ids), self.vocab, dtype=torch.bool, device=ids.device)
         self.present.scatter_(1, torch.where(mask, ids, ids[:, -1:]), True)  # every prompt's last is a token of it
-        self.nan = torch.zeros((), dtype=torch.bool, device=ids.device)
+        self.nan, self.unusable = torch.zeros(2, dtype=torch.bool, device=ids.device)
 
     def repeat(self, n: int) -> None:
         """Makes ``n`` rows of each."""
@@ -96,9 +96,14 @@ class Scores:
         return choice if self.tp.size == 1 or not self.processors else self.gather(choice)[0].clone()
 
     def check(self) -> None:
-        """Raises RuntimeError where a logit was NaN; a GPU is waited for."""
+        """Raises RuntimeError where a logit was NaN, and where there was no token to draw; a GPU is waited for."""
         if self.nan:
             raise RuntimeError("generate: the model's logits are NaN; tpfuse.watch(model) finds the op they come from")
+        if self.unusable:
+            raise RuntimeError(
+                "generate: no token can be drawn: behind processors and filters all scores of a prompt are -inf, or one"
+                " is NaN or infinite"
+            )
 
 
 class Noise:
@@ -148,8 +153,12 @@ class Chooser:
         if self.record is not None:
             self.record.add(scores.to(dtype), whole.to(dtype))
         if s.do_sample:
-            scores = self.noise.added(scores, position)
-        token = self.scores.agreed(scores.argmax(-1))  # the first of equals
+            drawn = self.noise.added(scores, position).argmax(-1)
+            token = self.scores.agreed(drawn.where(scores.amax(-1).isfinite(), -1))
+            self.scores.unusable |= (token < 0).any()
+            token = token.clamp(min=0)
+        else:
+            token = self.scores.agreed(scores.argmax(-1))  # the first of equals
         self.scores.present.scatter_(1, token[:, None], True)
         return token
 
@@ -176,7 +185,7 @@ def keep_likely(scores: Tensor, top_k: int | None, top_p: float | None, min_p: f
         ordered = scores.sort(-1, descending=True).values
         probs = ordered.softmax(-1)
         above = probs.cumsum(-1) - probs  # what is more likely
-        count = (above < top_p).sum(-1, keepdim=True) - 1
+        count = ((above < top_p).sum(-1, keepdim=True) - 1).clamp(min=0)  # of NaN none is more likely
         scores = scores.masked_fill(scores < ordered.gather(1, count), -torch.inf)
     if min_p is not None and min_p > 0:
         probs = scores.softmax(-1)
