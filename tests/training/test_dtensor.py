@@ -128,13 +128,16 @@ def refused(world):
             as_dtensor(model, mesh)
         found.append(str(caught.value))
     assert not any(isinstance(p, DTensor) for p in model.parameters())
-    return found
+    with pytest.raises(ValueError) as caught:
+        as_dtensor(torch.nn.Linear(2, 2), world.mesh(1, world.size))
+    return [*found, str(caught.value)]
 
 
 def test_a_mesh_that_does_not_fit(ranks):
-    for unnamed, small in ranks(2, refused):
+    for unnamed, small, plain in ranks(2, refused):
         assert "as_dtensor: a mesh of 2 dimensions must have one named 'tp'" in unnamed
         assert small == "as_dtensor: embedding.weight is split over 2 ranks, and the mesh has 1"
+        assert plain == "as_dtensor: weight is of a module without tp (see tpfuse.replicated), and the mesh has 2"
 
 
 def test_one_process_without_a_group(ranks):

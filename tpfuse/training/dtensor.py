@@ -38,7 +38,8 @@ def as_dtensor(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         if tp.replicas > 1:
             continue
         if mesh.size() != tp.size:
-            raise ValueError(f"as_dtensor: {name} is split over {tp.size} ranks, and the mesh has {mesh.size()}")
+            ranks = f"split over {tp.size} ranks" if tp.size > 1 else "of a module without tp (see tpfuse.replicated)"
+            raise ValueError(f"as_dtensor: {name} is {ranks}, and the mesh has {mesh.size()}")
     aliases = _aliases(model)
     replaced = {
         p: nn.Parameter(to_dtensor(p.detach(), spec, tp, mesh), requires_grad=p.requires_grad)
