@@ -86,7 +86,7 @@ def experts_dact_cpu(
         _, a = gradient_of(d, z[i:j], activation, rebuild=True, dz=dz[i:j])
         a = a.to(acc)
         torch.sum(da_rows * a, -1, out=dg[i:j])
-        da[i:j] = a * g
+        torch.mul(a, g, out=da[i:j])
     return dz, da, dg
 
 

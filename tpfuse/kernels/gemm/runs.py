@@ -121,16 +121,17 @@ def together(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _store_product(a: Tensor, b: Tensor, place: Tensor) -> None:
-    """Stores the first elements of a b, [n] as they were widened, in ``place``: at once where nothing is rounded or cut
-    off.  ``a`` is lost."""
-    if place.dtype == a.dtype and len(place) == len(a):
+    """Stores the first elements of a b, [n] as they were widened, in ``place``: at once where none is cut off.  ``a`` is
+    lost."""
+    if len(place) == len(a):
         torch.mul(a, b, out=place)
     else:
         place.copy_(a.mul_(b)[: len(place)])
 
 
 def _store_pairs(gate: Tensor, up: Tensor, place: Tensor) -> None:
-    """Stores the first pairs of gate and up, [n] as they were widened, in ``place``: as :func:`_store_product`."""
+    """Stores the first pairs of gate and up, [n] as they were widened, in ``place``: at once where none is rounded or
+    cut off."""
     if place.dtype == gate.dtype and len(place) == 2 * len(gate):
         torch.complex(gate, up, out=torch.view_as_complex(place.view(-1, 2)))
     else:
