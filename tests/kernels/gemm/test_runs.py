@@ -5,7 +5,7 @@ import torch
 
 from tpfuse.kernels.gemm.activation import GATED, PLAIN, width
 from tpfuse.kernels.gemm.op import activation_bwd, activation_fwd
-from tpfuse.kernels.gemm.runs import apart, together
+from tpfuse.kernels.gemm.runs import apart, store_pairs
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32, torch.float64
 SPECIAL = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-40, -1.5, 3.0]
@@ -29,7 +29,9 @@ def test_pairs_keep_their_bits(dtype, offset):
     gate, up = apart(z)
     wide = z.float() if dtype.itemsize < 4 else z
     assert torch.equal(bits(gate), bits(wide[::2])) and torch.equal(bits(up), bits(wide[1::2]))
-    assert torch.equal(bits(together(gate, up)), bits(wide))
+    for place in (torch.empty_like(z), torch.empty(1 + len(z), dtype=dtype)[1:], torch.empty(100, dtype=dtype)):
+        store_pairs(gate, up, place)
+        assert torch.equal(bits(place), bits(z[: len(place)]))
     gate.zero_(), up.zero_()
     assert wide[len(SPECIAL) :].abs().sum() > 0  # they are new
 

@@ -34,7 +34,7 @@ def value_of(z: Tensor, activation: str, y: Tensor | None = None) -> Tensor:
     y = z.new_empty(len(z), z.shape[1] // 2) if y is None else y
     for (z_run,), (y_run,) in _runs([z], [y], y.numel()):
         gate, up = apart(z_run)
-        _store_product(act.forward(gate), up, y_run)
+        torch.mul(act.forward(gate)[: len(y_run)], up[: len(y_run)], out=y_run)
     return y
 
 
@@ -53,9 +53,9 @@ def gradient_of(
     for (dy_run, z_run), (dz_run, *y_run) in _runs([dy, z], [dz, y] if rebuild else [dz], dy.numel()):
         (gate, up), dy_run = apart(z_run), _widened(dy_run)
         a = act.forward(gate)
-        _store_pairs(act.backward(dy_run * up, gate), a * dy_run, dz_run)
+        store_pairs(act.backward(dy_run * up, gate), a * dy_run, dz_run)
         for place in y_run:
-            _store_product(a, up, place)
+            torch.mul(a[: len(place)], up[: len(place)], out=place)
     return dz, y
 
 
@@ -115,24 +115,10 @@ def apart(z: Tensor) -> tuple[Tensor, Tensor]:
     return gate.contiguous(), up.contiguous()
 
 
-def together(gate: Tensor, up: Tensor) -> Tensor:
-    """gate, up [n] of fp32 or fp64 -> [2n], new and contiguous."""
-    return torch.view_as_real(torch.complex(gate, up)).view(-1)
-
-
-def _store_product(a: Tensor, b: Tensor, place: Tensor) -> None:
-    """Stores the first elements of a b, [n] as they were widened, in ``place``: at once where none is cut off.  ``a`` is
-    lost."""
-    if len(place) == len(a):
-        torch.mul(a, b, out=place)
-    else:
-        place.copy_(a.mul_(b)[: len(place)])
-
-
-def _store_pairs(gate: Tensor, up: Tensor, place: Tensor) -> None:
-    """Stores the first pairs of gate and up, [n] as they were widened, in ``place``: at once where none is rounded or
-    cut off."""
-    if place.dtype == gate.dtype and len(place) == 2 * len(gate):
+def store_pairs(gate: Tensor, up: Tensor, place: Tensor) -> None:
+    """Stores the first of gate and up, fp32 or fp64, in ``place`` [2n] in turns; at once where nothing is rounded."""
+    gate, up = (x[: len(place) // 2] for x in (gate, up))
+    if place.dtype == gate.dtype and place.storage_offset() % 2 == 0:
         torch.complex(gate, up, out=torch.view_as_complex(place.view(-1, 2)))
     else:
-        place.copy_(together(gate, up)[: len(place)])
+        place.copy_(torch.view_as_real(torch.complex(gate, up)).view(-1))
