@@ -13,6 +13,7 @@ import torch.distributed._composable.replicate_with_fsdp
 import torch.distributed.fsdp.sharded_grad_scaler
 import torch.distributed.tensor
 import torch.nn.utils.parametrizations
+import torch.nn.utils.prune
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
