@@ -363,6 +363,10 @@ def other_modes(world, change):
         model.train(replica == 0)
     if change == "labels" and world.rank == 3:  # of one tensor-parallel rank alone
         call["labels"] = call["labels"] - 1
+    if change == "no labels" and replica == 1:
+        del call["labels"]
+    if change == "step":
+        call["step"] = 4 + replica
     with pytest.raises(ValueError) as found, torch.set_grad_enabled(change != "gradients" or replica == 0):
         model(**call)
     return str(found.value)
@@ -372,6 +376,8 @@ def other_modes(world, change):
     ("mode", "training must be the same on every expert-parallel rank"),
     ("gradients", "grad mode must be the same on every expert-parallel rank"),
     ("labels", "labels must be the same on every tensor-parallel rank"),
+    ("no labels", "labels must be the same on every expert-parallel rank"),
+    ("step", "step must be the same on every expert-parallel rank"),
 ])  # fmt: skip
 def test_replicas_with_other_calls_are_refused(ranks, change, message):
     for found in ranks(4, other_modes, change):

@@ -276,7 +276,9 @@ class Model(nn.Module):
         if experts.replicas > 1 and not torch.compiler.is_compiling():
             _, error = attempt(compare)
             raise_everywhere(error, [resolve(str(experts.group_name))], call=type(self).__name__)  # which would wait
-            self._replicas(experts.group, {}, self._modes(call), self._state, self._mark)
+            labels = None if arguments.get("labels") is None else "some"  # of each replica others
+            alike = dict(step=arguments.get("step"), labels=labels)
+            self._replicas(experts.group, alike, self._modes(call), self._state, self._mark)
         elif self.tp.call_size > 1 and is_checking() and not torch.compiler.is_compiling():
             together(compare, self.groups.all()[1:])  # replicas would wait for one that is refused
         else:
