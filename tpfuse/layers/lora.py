@@ -207,7 +207,7 @@ def add_lora(
     adapters are not built, a second call, a model of DTensors, or ``dropout``, which is not built.  ``state_dict()``
     has A and B, not ``alpha`` nor whether they are merged, which ``load_checkpoint`` compares.
     """
-    layers = list(adaptable_layers(model))
+    base, layers = base_of(model), list(adaptable_layers(model))
 
     def choose() -> list[Chosen]:
         check(dropout == 0, f"add_lora: dropout on an adapter's input is not built, got dropout={dropout}")
@@ -224,12 +224,12 @@ def add_lora(
         check(all(layer.lora is None for _, layer in layers), "add_lora: the model has adapters already")
         names = dtensors(model.named_parameters())
         check(not names, f"add_lora: {listed(names)} is a DTensor; call add_lora before as_dtensor and fully_shard")
-        return chosen_layers("add_lora", base_of(model), targets)
+        return chosen_layers("add_lora", base, targets)
 
     chosen = together(choose, _groups(layer for _, layer in layers))
     chosen[0].layer.tp.agree("add_lora", dict(rank=rank, alpha=alpha, targets=tuple(targets), seed=seed))
     model.requires_grad_(False)
-    for module in trained_modules(base_of(model)).values():
+    for module in trained_modules(base).values():
         module.requires_grad_(True)
     for path, layer, parts, adapted, apart in chosen:
         weight = local(layer.get_parameter(next(iter(parts))))
