@@ -1,5 +1,6 @@
 """Processes of this machine: they end with the one that made them."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -26,7 +27,8 @@ def wait(path):
 @pytest.mark.slow
 def test_ctrl_c_ends_ranks_that_wait(tmp_path):
     (tmp_path / "ends.py").write_text(ENDS.format(path=str(tmp_path / "begun")))
-    process = subprocess.Popen([sys.executable, str(tmp_path / "ends.py")], stderr=subprocess.DEVNULL)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    process = subprocess.Popen([sys.executable, str(tmp_path / "ends.py")], env=environment)
     try:
         while not (tmp_path / "begun").exists() and process.poll() is None:
             time.sleep(0.1)
