@@ -59,18 +59,24 @@ def test_the_first_map_of_an_mlp(form, activation):
 
 
 def test_a_copy_is_made_where_it_pays(monkeypatch):
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     kind = lambda *args: type(form_for(args[0], rows=args[1], times=args[2]))
-    if prepared._has_onednn(torch.float32):
-        assert kind(torch.float32, 1, 1000) is Transposed and kind(torch.float32, 5, 1000) is Packed
-        assert kind(torch.float32, 1, 1) is Plain and kind(torch.float32, 1000, 1) is Dense
-    if prepared._has_onednn(torch.bfloat16):
-        assert kind(torch.bfloat16, 1, 1000) is Packed and kind(torch.bfloat16, 1000, 1) is Plain
-    assert kind(torch.float64, 1, 1000) is kind(torch.float16, 1, 1000) is Plain
+    for instructions in (("AVX512",), ("AVX512", "avx512_bf16", "amx_bf16")):
+        monkeypatch.setattr(prepared, "instructions", lambda value=instructions: value)
+        bare = len(instructions) == 1
+        if prepared._has_onednn(torch.float32):
+            assert kind(torch.float32, 1, 1000) is Transposed and kind(torch.float32, 5, 1000) is Packed
+            assert kind(torch.float32, 1, 1) is Plain and kind(torch.float32, 1000, 1) is Dense
+            assert kind(torch.float32, 1, 100) is (Plain if bare else Transposed)
+            assert kind(torch.float32, 3, 1000) is (Plain if bare else Packed)
+        if prepared._has_onednn(torch.bfloat16):
+            assert kind(torch.bfloat16, 1, 1000) is (Transposed if bare else Packed)
+            assert kind(torch.bfloat16, 5, 1000) is (Plain if bare else Packed)
+            assert kind(torch.bfloat16, 1000, 1) is Plain
+        assert kind(torch.float64, 1, 1000) is kind(torch.float16, 1, 1000) is Plain
 
 
 def test_on_avx2_many_rows_are_torchs_in_fp32(monkeypatch):
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setattr(prepared, "instructions", lambda: ("AVX2",))
     assert type(form_for(torch.float32, rows=64, times=1)) is type(form_for(torch.float32, rows=64, times=99)) is Plain
     if prepared._has_onednn(torch.float32):
         few = form_for(torch.float32, rows=5, times=99)

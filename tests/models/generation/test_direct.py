@@ -18,7 +18,7 @@ from tpfuse.kernels.gemm.prepared import Dense, Packed, Plain, Transposed
 from tpfuse.layers import KVCache
 from tpfuse.layers.shards import named_specs
 from tpfuse.models import GPT
-from tpfuse.models.generation import direct, experts
+from tpfuse.models.generation import direct
 from tpfuse.models.generation.passes import by_layers
 
 ROPE = dict(rope_type="default", rope_theta=1e4)
@@ -124,11 +124,10 @@ def test_every_form_of_the_weights(ranks, monkeypatch, form, dtype):
         assert (got - want).double().norm() < limit * want.double().norm()
 
 
-@pytest.mark.parametrize("form", [Transposed(), Packed(8)], ids=lambda f: type(f).__name__)
+@pytest.mark.parametrize("form", [Transposed(pays=2), Packed(8, pays=2)], ids=lambda f: type(f).__name__)
 def test_copies_of_experts_that_are_often_chosen(monkeypatch, form):
     """From the second product of one on."""
     monkeypatch.setattr(direct, "form_for", lambda dtype, *, rows, times: form)
-    monkeypatch.setattr(experts, "PAYS", {type(form): 2})
     copied, make = [], type(form).mlp
     monkeypatch.setattr(type(form), "mlp", lambda self, *args: copied.append(1) or make(self, *args))
     for mask in (PADDED, MASKS["one token"]):

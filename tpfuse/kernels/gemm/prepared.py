@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..runtime import matmul
-from ..runtime.processor import multiplies
+from ..runtime.processor import instructions, multiplies
 from .activation import ACTIVATIONS, GATED
 
 Map = Callable[[Tensor], Tensor]  # x [M, K] -> y [M, N]
@@ -26,6 +26,7 @@ class Plain:
     """torch's linear on the weight as it is: any dtype and layout, no second copy."""
 
     any_rows = False  # whether it is a good form for other numbers of rows too
+    pays: int | None = None  # products of one weight from which its second copy is worth its making; None: it has none
 
     def map(self, weight: Tensor, bias: Tensor | None) -> Map:
         """Returns x -> x W' + b."""
@@ -64,7 +65,10 @@ class Plain:
 
 
 class Transposed(Plain):
-    """A second copy [K, N], for one row in fp32: that product reads whole rows of it."""
+    """A second copy [K, N], for one row: that product reads whole rows of it."""
+
+    def __init__(self, pays: int = 32):
+        self.pays = pays
 
     def map(self, weight: Tensor, bias: Tensor | None) -> Map:
         w = weight.t().contiguous()
@@ -74,8 +78,8 @@ class Transposed(Plain):
 class Packed(Plain):
     """A second copy in the order in which oneDNN reads it for ``rows`` rows."""
 
-    def __init__(self, rows: int, any_rows: bool = True):
-        self.rows, self.any_rows = rows, any_rows
+    def __init__(self, rows: int, any_rows: bool = True, pays: int | None = 12):
+        self.rows, self.any_rows, self.pays = rows, any_rows, pays
 
     def prepare(self, weight: Tensor) -> Tensor:
         return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), self.rows)
@@ -108,7 +112,7 @@ class Dense(Packed):
     times slower."""
 
     def __init__(self) -> None:
-        super().__init__(rows=0, any_rows=False)
+        super().__init__(rows=0, any_rows=False, pays=None)
 
     def prepare(self, weight: Tensor) -> Tensor:
         return weight.contiguous()
@@ -127,7 +131,6 @@ def _dense(bias: Tensor | None) -> Tensor | None:
 # ---- which form ----
 
 MANY = 64  # rows from which oneDNN's fp32 GEMM is worth its setup
-PAYS = {Transposed: 32, Packed: 12}  # products of one weight from which a second copy is worth its making
 
 
 def form_for(dtype: torch.dtype, *, rows: int, times: int) -> Plain:
@@ -137,13 +140,27 @@ def form_for(dtype: torch.dtype, *, rows: int, times: int) -> Plain:
     1.3 times as long at 256 and 2,048 rows (``python -m bench.kernels.cpu --only forms``).
     """
     is_fp32 = dtype == torch.float32
-    slow = is_fp32 and torch.backends.cpu.get_cpu_capability() == "AVX2"
+    slow = is_fp32 and instructions()[0] == "AVX2"
     if not _has_onednn(dtype) or (slow and rows >= MANY):
         return Plain()
-    copied = Transposed() if is_fp32 and rows == 1 else Packed(max(rows, 8), any_rows=not slow)
-    if times >= PAYS[type(copied)]:
+    copied = _copied(is_fp32, rows, any_rows=not slow)
+    if copied.pays is not None and times >= copied.pays:
         return copied
     return Dense() if is_fp32 and rows >= MANY else Plain()
+
+
+def _copied(is_fp32: bool, rows: int, any_rows: bool) -> Plain:
+    """Returns the form with the fastest second copy; Plain where none is faster than the weight as it is.
+
+    With AVX-512 and no instructions of 16 bits, MKL reads an fp32 weight of up to three rows as fast as memory gives
+    it, and oneDNN widens bf16 in any form (``python -m bench.kernels.cpu --only copies``).
+    """
+    plain_avx512 = instructions() == ("AVX512",)
+    if rows == 1 and (is_fp32 or plain_avx512):
+        return Transposed(pays=128 if is_fp32 and plain_avx512 else 32)
+    if plain_avx512 and (rows < 4 or not is_fp32):
+        return Plain()
+    return Packed(max(rows, 8), any_rows)
 
 
 def _has_onednn(dtype: torch.dtype) -> bool:

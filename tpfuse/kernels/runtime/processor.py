@@ -42,12 +42,17 @@ def order_of_sums() -> dict[str, Any]:
 
 
 @functools.cache
-def _fixed() -> dict[str, str]:
+def instructions() -> tuple[str, ...]:
+    """Returns the widest set of instructions that torch uses here, and those of 16 bits beyond AVX-512."""
     flags = _field("flags").split()
-    instructions = torch.backends.cpu.get_cpu_capability(), *(flag for flag in BEYOND if flag in flags)
+    return torch.backends.cpu.get_cpu_capability(), *(flag for flag in BEYOND if flag in flags)
+
+
+@functools.cache
+def _fixed() -> dict[str, str]:
     versions = re.findall(r"(Math Kernel Library|MKL-DNN) (?:Version )?(\S+)", torch.__config__.show())
     libraries = ", ".join(map(" ".join, versions)).replace("MKL-DNN", "oneDNN").replace("Math Kernel Library", "MKL")
-    return {"processor": model_name(), "instructions": " ".join(instructions), "libraries": libraries}
+    return {"processor": model_name(), "instructions": " ".join(instructions()), "libraries": libraries}
 
 
 def model_name(proc: Path = PROC) -> str:

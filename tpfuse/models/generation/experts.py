@@ -7,7 +7,7 @@ from torch import Tensor
 from ...kernels.experts.records import ExpertOrder
 from ...kernels.experts.router import router_fwd
 from ...kernels.gemm.activation import ACTIVATIONS
-from ...kernels.gemm.prepared import PAYS, Map, Plain
+from ...kernels.gemm.prepared import Map, Plain
 from ...kernels.runtime.op import acc_dtype
 from ...layers.module import local
 from ...layers.moe import ParallelMoE
@@ -27,7 +27,7 @@ class DirectExperts:
         self.router, self.routing, self.first = router.to(acc_dtype(router)), moe.routing, moe.tp.rank * len(self.fc1)
         gated = ACTIVATIONS[moe.activation].gated
         assert gated is not None
-        self.activation, self.form, self.pays = gated, form, PAYS.get(type(form))
+        self.activation, self.form, self.pays = gated, form, form.pays
         self.maps: dict[int, tuple[Map, Map]] = {}
         self.calls = [0] * len(self.fc1)
         self.shared = self.gate = None
