@@ -51,12 +51,11 @@ class Exchange(NamedTuple):
         if self.memory is None or not self.memory.fits(x):
             return all_reduce(x, self.tp)
         parts = self.memory.gather(x)
-        first, second, *rest = parts
         # Additions of two parts, or of fp32, are the sum in fp32: fewer calls of torch than the op's.
-        if rest and (self.tp.bitwise is not None or acc_dtype(parts) != parts.dtype):
+        if len(parts) > 2 and (self.tp.bitwise is not None or acc_dtype(parts) != parts.dtype):
             return summed(parts, self.tp)
-        total = first + second
-        for part in rest:
+        total = parts[0] + parts[1]
+        for part in parts[2:]:
             total += part
         return total
 
