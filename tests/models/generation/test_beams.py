@@ -120,7 +120,6 @@ ERRORS = {
     "penalty": (dict(num_beams=2, length_penalty="a"), "generate: length_penalty must be a number, got 'a'"),
     "early": (dict(num_beams=2, early_stopping="soon"), "generate: early_stopping must be True, False or 'never', got"),
     "many": (dict(num_beams=2, num_return_sequences=3), "num_return_sequences=3 is more than num_beams=2"),
-    "sample": (dict(num_beams=2, do_sample=True), "do_sample with num_beams=2, beam sampling, is not built"),
     "on_token": (
         dict(num_beams=2, on_token=print),
         "streamer, on_token and on_prompt hear one sequence .* num_beams=2",
