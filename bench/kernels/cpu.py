@@ -19,7 +19,7 @@ from tpfuse.kernels.attn import torch_cpu
 from tpfuse.kernels.attn.cpu import bwd_cpu, fwd_cpu
 from tpfuse.kernels.attn.options import Options
 from tpfuse.kernels.gemm.op import activation_bwd, activation_fwd
-from tpfuse.kernels.gemm.prepared import Dense, Packed, Plain, form_for
+from tpfuse.kernels.gemm.prepared import Dense, Plain, form_for
 from tpfuse.kernels.runtime import matmul
 from tpfuse.kernels.runtime.processor import multiplies
 
@@ -71,18 +71,6 @@ def forms_pair(dtype: torch.dtype, rows: int) -> Pair | None:
     return call_of(Plain()), call_of(Dense()), taken
 
 
-def copies_pair(dtype: torch.dtype, rows: int) -> Pair | None:
-    """Decoding: products of so many rows by 32 weights, more than a cache holds, by second copies and by the weights as
-    they are; the making of the copies is not timed."""
-    if dtype != torch.float32 and not multiplies(dtype):
-        return None
-    x, weights = torch.randn(rows, 576).to(dtype), [torch.randn(3072, 576).to(dtype) for _ in range(32)]
-    taken = form_for(dtype, rows=rows, times=1000)
-    copied = taken if taken.pays else Packed(max(rows, 8))
-    ours, plain = ([form.map(weight, None) for weight in weights] for form in (copied, Plain()))
-    return lambda: tuple(f(x) for f in ours), lambda: tuple(f(x) for f in plain), bool(taken.pays)
-
-
 def swiglu_pair(dtype: torch.dtype) -> Pair:
     z, dy = torch.randn(S * B, 2 * FFN).to(dtype), torch.randn(S * B, FFN).to(dtype)
     gate, up = (x.contiguous() for x in z.view(-1, FFN, 2).unbind(2))
@@ -112,10 +100,6 @@ PAIRS: dict[str, Callable[[torch.dtype], Pair | None]] = {
     **{
         f"forms of an MLP, {rows} rows (ATen: oneDNN's epilogues)": functools.partial(forms_pair, rows=rows)
         for rows in (8, 256, 2048)
-    },
-    **{
-        f"copies of weights, {rows} rows (ATen: the weights as they are)": functools.partial(copies_pair, rows=rows)
-        for rows in (1, 2, 3, 4, 8)
     },
     f"a GEMM of {S} x {D} x {FFN}": product_pair,
 }

@@ -58,21 +58,22 @@ def test_the_first_map_of_an_mlp(form, activation):
         close(form.mlp(weight, bias, activation)(x), want, dtype)
 
 
-def test_a_copy_is_made_where_it_pays(monkeypatch):
+@pytest.mark.parametrize(
+    "instructions, few, half_row, half_rows",
+    [(("AVX512",), (Plain, Plain), Transposed, Plain), (("AVX512", "amx_bf16"), (Transposed, Packed), Packed, Packed)],
+    ids=["without 16 bits", "with"],
+)
+def test_a_copy_is_made_where_it_pays(monkeypatch, instructions, few, half_row, half_rows):
+    monkeypatch.setattr(prepared, "instructions", lambda: instructions)
     kind = lambda *args: type(form_for(args[0], rows=args[1], times=args[2]))
-    for instructions in (("AVX512",), ("AVX512", "avx512_bf16", "amx_bf16")):
-        monkeypatch.setattr(prepared, "instructions", lambda value=instructions: value)
-        bare = len(instructions) == 1
-        if prepared._has_onednn(torch.float32):
-            assert kind(torch.float32, 1, 1000) is Transposed and kind(torch.float32, 5, 1000) is Packed
-            assert kind(torch.float32, 1, 1) is Plain and kind(torch.float32, 1000, 1) is Dense
-            assert kind(torch.float32, 1, 100) is (Plain if bare else Transposed)
-            assert kind(torch.float32, 3, 1000) is (Plain if bare else Packed)
-        if prepared._has_onednn(torch.bfloat16):
-            assert kind(torch.bfloat16, 1, 1000) is (Transposed if bare else Packed)
-            assert kind(torch.bfloat16, 5, 1000) is (Plain if bare else Packed)
-            assert kind(torch.bfloat16, 1000, 1) is Plain
-        assert kind(torch.float64, 1, 1000) is kind(torch.float16, 1, 1000) is Plain
+    if prepared._has_onednn(torch.float32):
+        assert (kind(torch.float32, 1, 1000), kind(torch.float32, 3, 1000)) == few
+        assert kind(torch.float32, 5, 1000) is Packed
+        assert kind(torch.float32, 1, 1) is Plain and kind(torch.float32, 1000, 1) is Dense
+    if prepared._has_onednn(torch.bfloat16):
+        assert kind(torch.bfloat16, 1, 1000) is half_row and kind(torch.bfloat16, 5, 1000) is half_rows
+        assert kind(torch.bfloat16, 1000, 1) is Plain
+    assert kind(torch.float64, 1, 1000) is kind(torch.float16, 1, 1000) is Plain
 
 
 def test_on_avx2_many_rows_are_torchs_in_fp32(monkeypatch):

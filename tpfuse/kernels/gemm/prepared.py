@@ -67,8 +67,7 @@ class Plain:
 class Transposed(Plain):
     """A second copy [K, N], for one row: that product reads whole rows of it."""
 
-    def __init__(self, pays: int = 32):
-        self.pays = pays
+    pays = 32
 
     def map(self, weight: Tensor, bias: Tensor | None) -> Map:
         w = weight.t().contiguous()
@@ -78,8 +77,10 @@ class Transposed(Plain):
 class Packed(Plain):
     """A second copy in the order in which oneDNN reads it for ``rows`` rows."""
 
-    def __init__(self, rows: int, any_rows: bool = True, pays: int | None = 12):
-        self.rows, self.any_rows, self.pays = rows, any_rows, pays
+    pays: int | None = 12
+
+    def __init__(self, rows: int, any_rows: bool = True):
+        self.rows, self.any_rows = rows, any_rows
 
     def prepare(self, weight: Tensor) -> Tensor:
         return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), self.rows)
@@ -111,8 +112,10 @@ class Dense(Packed):
     """oneDNN's GEMM on the weight as it is, made contiguous: of a strided one oneDNN runs its reference, hundreds of
     times slower."""
 
+    pays = None
+
     def __init__(self) -> None:
-        super().__init__(rows=0, any_rows=False, pays=None)
+        super().__init__(rows=0, any_rows=False)
 
     def prepare(self, weight: Tensor) -> Tensor:
         return weight.contiguous()
@@ -150,17 +153,16 @@ def form_for(dtype: torch.dtype, *, rows: int, times: int) -> Plain:
 
 
 def _copied(is_fp32: bool, rows: int, any_rows: bool) -> Plain:
-    """Returns the form with the fastest second copy; Plain where none is faster than the weight as it is.
+    """Returns the form with the fastest second copy; Plain where none is worth its making.
 
     With AVX-512 and no instructions of 16 bits, MKL reads an fp32 weight of up to three rows as fast as memory gives
-    it, and oneDNN widens bf16 in any form (``python -m bench.kernels.cpu --only copies``).
+    it, and oneDNN widens bf16 in any form (``python -m bench.kernels.copies``).
     """
-    plain_avx512 = instructions() == ("AVX512",)
-    if rows == 1 and (is_fp32 or plain_avx512):
-        return Transposed(pays=128 if is_fp32 and plain_avx512 else 32)
-    if plain_avx512 and (rows < 4 or not is_fp32):
-        return Plain()
-    return Packed(max(rows, 8), any_rows)
+    if instructions() == ("AVX512",):
+        if is_fp32:
+            return Packed(max(rows, 8), any_rows) if rows > 3 else Plain()
+        return Transposed() if rows == 1 else Plain()
+    return Transposed() if is_fp32 and rows == 1 else Packed(max(rows, 8), any_rows)
 
 
 def _has_onednn(dtype: torch.dtype) -> bool:
