@@ -13,6 +13,7 @@ from tests.kernels import common
 from tests.kernels.common import RNG, gradcheck, leaf
 from tests.planted import planted
 from tpfuse.kernels.attn import attend_queries, attention
+from tpfuse.kernels.attn.cpu import bwd_cpu, fwd_cpu
 from tpfuse.kernels.attn.op import attention_bwd, attention_fwd, attention_of_queries_bwd, attention_of_queries_fwd
 from tpfuse.kernels.attn.options import Options, QueryChunk, scores
 from tpfuse.kernels.attn.triton_forward import kv_in_range
@@ -60,8 +61,12 @@ class Problem:
         self.cuts = sorted({0, seq // 7, seq // 3 + 1, seq // 3 + 2, 3 * seq // 4, seq})
 
     def whole(self, path):
-        o, lse = getattr(attention_fwd, path)(self.qkv, self.options)
-        return o, lse, getattr(attention_bwd, path)(self.do, self.qkv, o, lse, self.options)
+        """o, lse and dqkv; of "cpu", tpfuse's own attention, also where a whole call would be torch's."""
+        forward, backward = getattr(attention_fwd, path), getattr(attention_bwd, path)
+        if path == "cpu":
+            forward, backward = fwd_cpu, bwd_cpu
+        o, lse = forward(self.qkv, self.options)
+        return o, lse, backward(self.do, self.qkv, o, lse, self.options)
 
     def chunks(self, path):
         """o, lse, dq and the sum of dkv, of all chunks one after another; rows of padding are NaN where they enter."""

@@ -77,7 +77,11 @@ def test_a_classifier_that_transformers_has_not_is_named(tmp_path, name):
         ("gemma3", dict(use_bidirectional_attention=True), "use_bidirectional_attention=True is not built; only False"),
         ("gemma3", dict(attn_logit_softcapping=50.0), "attn_logit_softcapping=50.0 is not built; only None"),
         ("gemma3", dict(rope_parameters=LOCAL["full_attention"]), "must have full_attention and sliding_attention"),
-        ("gemma3", dict(rope_parameters=dict(full_attention=[1])), "rope_parameters must be an object"),
+        (
+            "gemma3",
+            dict(rope_parameters=dict(full_attention=[1])),
+            r"rope_parameters\.full_attention must be an object",
+        ),
         ("gemma3", dict(layer_types=["full_attention", "chunked"]), "layer_types must be 2 of"),
         ("gemma2", dict(sliding_window=None), "layer_types has sliding_attention, and window is None"),
         (

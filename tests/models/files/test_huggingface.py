@@ -339,11 +339,6 @@ ERRORS = {  # what is done to a good directory, and what is said
         edit("config.json", lambda c: {k: v for k, v in c.items() if k != "model_type"}),
         r"must be one of bert, .*got None",
     ),
-    "missing key": (
-        "gpt",
-        edit("config.json", lambda c: {k: v for k, v in c.items() if k != "n_head"}),
-        r"has no n_head or num_attention_heads",
-    ),
     "activation": ("gpt", config(activation_function="mish"), r"activation 'mish' is not built; one of .*gelu_new"),
     "scale": ("gpt", config(scale_attn_weights=False), r"GPTConfig: scale_attn_weights=False is not built"),
     "size of a kind": ("gpt", config(n_layer="2"), r"GPTConfig: num_layers must be a positive integer, got '2'"),
