@@ -20,9 +20,8 @@ Every cross-rank sum is an exchange of parts and a sum in fp32 in rank order: ex
 position and in every run (a bf16 all_reduce of 256 + 1 + 1 + 1 over four gloo ranks gives 260 or 256 by position).
 """
 
-import contextlib
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -37,7 +36,8 @@ from .kernels.runtime.op import COMMUNICATION, op
 from .parallel import TensorParallel, resolve
 from .ranks import gloo
 from .ranks.agreement import agreement_of, comparable, gather_number
-from .ranks.failure import explained
+from .ranks.failure import named
+from .ranks.shared_memory import SharedMemory, shared_memory
 
 # ---- the messages everything is made of: opaque ops, so that compiled graphs keep their order ----
 
@@ -66,8 +66,11 @@ def all_gather_ref(x: Tensor, size: int, group_name: str) -> Tensor:
     """[n, ...] -> [R, n, ...]: every rank's tensor."""
     result, group = x.new_empty(size, *x.shape), resolve(group_name)
     with named("all_gather", group):
-        for handle in start_all_gather(result, x.contiguous(), group):
-            handle.wait()
+        if memory := _memory(x, group):
+            memory.all_gather(result, x.contiguous())
+        else:
+            for handle in start_all_gather(result, x.contiguous(), group):
+                handle.wait()
     return result
 
 
@@ -75,7 +78,10 @@ def all_to_all_ref(x: Tensor, group_name: str) -> Tensor:
     """[R, n, ...] -> [R, n, ...]: part r goes to rank r, and part r comes from rank r."""
     result, group = x.new_empty(x.shape), resolve(group_name)
     with named("all_to_all", group):
-        dist.all_to_all_single(result, x.contiguous(), group=group)
+        if memory := _memory(x, group):
+            memory.exchange(list(result), list(x.contiguous()))
+        else:
+            dist.all_to_all_single(result, x.contiguous(), group=group)
     return result
 
 
@@ -83,29 +89,30 @@ def all_gather_copies_ref(x: Tensor, copies: int, size: int, group_name: str) ->
     """[n, ...] -> [copies, n, ...]: the tensors of the ``copies`` consecutive ranks that hold this rank's value."""
     group = resolve(group_name)
     start = group.rank() // copies * copies
-    counts = [x.numel() if start <= r < start + copies else 0 for r in range(size)]
-    result = x.new_empty(copies, *x.shape)
+    counts = [1 if start <= r < start + copies else 0 for r in range(size)]
     with named("all_gather_copies", group):
-        dist.all_to_all_single(result.view(-1), x.reshape(-1).repeat(copies), counts, counts, group=group)
-    return result
+        return _exchanged(x.expand(copies, *x.shape), counts, counts, group)
 
 
 def exchange_rows_ref(x: Tensor, sent: list[int], received: list[int], group_name: str) -> Tensor:
     """x [sum of sent, ...] -> [sum of received, ...]: so many rows to each rank, in order of ranks, and from each."""
-    result, group = x.new_empty(sum(received), *x.shape[1:]), resolve(group_name)
+    group = resolve(group_name)
     with named("exchange_rows", group):
+        return _exchanged(x, sent, received, group)
+
+
+def _exchanged(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    result = x.new_empty(sum(received), *x.shape[1:])
+    if memory := _memory(x, group):
+        memory.exchange(result.split(received), x.contiguous().split(sent))
+    else:
         dist.all_to_all_single(result, x.contiguous(), received, sent, group=group)
     return result
 
 
-@contextlib.contextmanager
-def named(label: str, group: dist.ProcessGroup) -> Iterator[None]:
-    """Raises the error of a peer that died or timed out as one that starts with ``label`` and this rank, and ends with
-    the peer's own error if it reported one."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise RuntimeError(f"{label}, rank {group.rank()} of {group.size()}: {explained(error)}") from error
+def _memory(x: Tensor, group: dist.ProcessGroup) -> SharedMemory | None:
+    """Returns what messages of x go through between CPUs of one machine; None where they go through the group."""
+    return shared_memory(group) if x.is_cpu else None
 
 
 all_gather = op(all_gather_ref, kind=COMMUNICATION, fake=lambda x, size, group_name: x.new_empty(size, *x.shape))

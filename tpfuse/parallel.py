@@ -4,8 +4,6 @@ deep-copies."""
 import copy
 import functools
 import hashlib
-import os
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ from .kernels.runtime.processor import order_of_sums
 from .ranks.agreement import Header, agree
 from .ranks.groups import call_group, check_pieces, process_group
 from .ranks.messages import channel, gather, together
+from .ranks.shared_memory import host
 
 OVERLAP = "auto", "pairwise", "off"
 CP_KINDS = "auto", "heads", "keys"
@@ -399,13 +398,6 @@ def _sources() -> str:
     for path in sorted(path for kind in ("*.py", "*.json") for path in root.rglob(kind)):
         digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
     return digest.hexdigest()
-
-
-def host() -> tuple[str, int]:
-    """Returns an identity of this machine: its name, and on Linux its network namespace, which a container has of its
-    own."""
-    namespace = "/proc/self/ns/net"
-    return socket.gethostname(), os.stat(namespace).st_ino if os.path.exists(namespace) else 0
 
 
 def _either(values: list[int]) -> str:

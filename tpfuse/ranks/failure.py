@@ -7,6 +7,7 @@ that.  The note stands in the store that the process group was made with.
 import contextlib
 import functools
 import sys
+from collections.abc import Iterator
 from types import TracebackType
 
 import torch.distributed as dist
@@ -26,6 +27,16 @@ def noted() -> str:
 def explained(error: Exception) -> str:
     """Returns what another rank has said of its own failure, or else ``error``'s own words."""
     return noted() or f"{error}"
+
+
+@contextlib.contextmanager
+def named(label: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """Raises the error of a peer that died or timed out as one that starts with ``label`` and this rank, and ends with
+    the peer's own error if it reported one."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(f"{label}, rank {group.rank()} of {group.size()}: {explained(error)}") from error
 
 
 @functools.cache

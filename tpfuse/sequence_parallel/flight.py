@@ -13,9 +13,9 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import Tensor
 
-from ..collectives import named
 from ..parallel import resolve
 from ..ranks import gloo
+from ..ranks.failure import named
 
 # The least rows of a piece.  On a CPU a step over 1 Gbit/s takes 2 to 3 % more in pieces of 64, as bf16 GEMMs pack W
 # each time, and no less in pieces of 512 (bench.overlap).

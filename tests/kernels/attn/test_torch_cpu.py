@@ -46,8 +46,19 @@ def test_nothing_else_may_be_asked_for(name):
         (64, True, torch.float64, False),
     ],
 )
-def test_lengths_and_dtypes(seq, causal, dtype, taken):
+def test_lengths_and_dtypes(monkeypatch, seq, causal, dtype, taken):
+    monkeypatch.setattr(torch_cpu, "instructions", lambda: ("AVX2",))
     qkv, _, options = problem(1, seq, 1, 1, 4, causal=causal, dtype=dtype)
+    assert torch_cpu.is_plain(qkv, options) is taken
+
+
+@pytest.mark.parametrize(
+    "instructions, taken",
+    [(("AVX512", "avx512_bf16"), False), (("AVX512",), True), (("AVX512", "avx512_bf16", "amx_bf16"), True)],
+)
+def test_small_blocks_by_instructions(monkeypatch, instructions, taken):
+    monkeypatch.setattr(torch_cpu, "instructions", lambda: instructions)
+    qkv, _, options = problem(1, 512, 1, 1, 4, causal=True)
     assert torch_cpu.is_plain(qkv, options) is taken
 
 

@@ -8,12 +8,16 @@ queries: torch chooses its blocks by the number of positions.  ``python -m bench
 import torch
 from torch import Tensor
 
+from ..runtime.processor import instructions
 from .options import INF, Options
 from .reference import rotate_both
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-SMALL_BLOCKS = range(257, 768)  # positions whose blocks of 64 rows are slower than cpu.py's of 128 under a causal mask
+# Positions that torch divides into blocks of 64 rows, and instructions with which cpu.py's of 128 are faster under a
+# causal mask.
+SMALL_BLOCKS = range(257, 768)
+SLOW_SMALL_BLOCKS = ("AVX2",), ("AVX512", "avx512_bf16")
 
 
 def is_plain(qkv: Tensor, options: Options) -> bool:
@@ -21,8 +25,8 @@ def is_plain(qkv: Tensor, options: Options) -> bool:
     features = options.cu_seqlens, options.bias, options.rng, options.window, options.softcap
     plain = all(option is None for option in features) and not (options.leaves or options.tile)
     plain = plain and not (options.causal and options.key_mask is not None)
-    faster = options.seq > 0 and not (options.causal and options.seq in SMALL_BLOCKS)
-    return plain and faster and options.batch > 0 and qkv.dtype == torch.float32
+    slower = options.causal and options.seq in SMALL_BLOCKS and instructions() in SLOW_SMALL_BLOCKS
+    return plain and not slower and options.seq > 0 and options.batch > 0 and qkv.dtype == torch.float32
 
 
 def _by_sample(rows: Tensor, qkv: Tensor, options: Options) -> Tensor:

@@ -20,7 +20,7 @@ from them is bitwise the first.  With ``leaves`` sums over ranks and rows are bi
 goes on as h is rounded to its dtype before anything is made of it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -147,12 +147,19 @@ def fwd_cpu(parts: Tensor, add: Add, norm: NormVectors, mask: Mask, order: str, 
     if len(blocks) == 1:
         return fused_norm_fwd_ref(parts, add, norm, mask, order=order, leaves=leaves)
 
-    def block(i: int, j: int) -> tuple[Tensor, ...]:
+    outputs = _fwd_fake(parts, add, norm, mask, order=order, leaves=leaves)
+    for i, j in blocks:
         positions, types, residual = (None if t is None else t[i:j] for t in (add.positions, add.types, add.residual))
         part = add._replace(positions=positions, types=types, residual=residual)
-        return fused_norm_fwd_ref(parts[:, i:j], part, norm, mask.from_row(i), order=order, leaves=leaves)
+        rows = fused_norm_fwd_ref(parts[:, i:j], part, norm, mask.from_row(i), order=order, leaves=leaves)
+        _put(outputs, rows, i, j)
+    return outputs
 
-    return tuple(torch.cat(outputs) for outputs in zip(*(block(i, j) for i, j in blocks), strict=True))
+
+def _put(outputs: Sequence[Tensor], rows: Sequence[Tensor], start: int, stop: int) -> None:
+    """Writes a block of rows while it is in the cache; what is empty has none."""
+    for output, block in zip(outputs, rows, strict=True):
+        output[start:stop] = block
 
 
 def bwd_cpu(
@@ -171,13 +178,14 @@ def bwd_cpu(
         return fused_norm_bwd_ref(dn, dh, saved, mask, order=order, wanted=wanted, out=out)
     acc_wanted = wanted if wanted.bias is None else wanted._replace(bias=acc_dtype(incoming(dn, dh)))
 
-    def block(i: int, j: int) -> tuple[Tensor, ...]:
+    outputs, sums = _bwd_fake(dn, dh, saved, mask, order=order, wanted=wanted, out=out)[:2], []
+    for i, j in blocks:
         t = BackwardRows(dn, dh, saved, mask, out=out).rows(i, j)
-        return fused_norm_bwd_ref(t.dn, t.dh, t.saved, t.mask, order=order, wanted=acc_wanted, out=t.out)
-
-    dparts, dresidual, *vectors = zip(*(block(i, j) for i, j in blocks), strict=True)
-    dbias, dgamma, dbeta = (torch.stack(v).sum(0) for v in vectors)
-    return torch.cat(dparts), torch.cat(dresidual), dbias.to(wanted.bias or dbias.dtype), dgamma, dbeta
+        results = fused_norm_bwd_ref(t.dn, t.dh, t.saved, t.mask, order=order, wanted=acc_wanted, out=t.out)
+        _put(outputs, results[:2], i, j)
+        sums.append(results[2:])
+    dbias, dgamma, dbeta = (torch.stack(v).sum(0) for v in zip(*sums, strict=True))
+    return *outputs, dbias.to(wanted.bias or dbias.dtype), dgamma, dbeta
 
 
 # ---- shapes alone ----

@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor
 from ...collectives import all_gather
 from ...layers.linear import Adaptable
 from ...layers.module import Spec
-from ...parallel import TensorParallel, host
+from ...parallel import TensorParallel
 from ...ranks.messages import raise_together, together
+from ...ranks.shared_memory import host
 from .directory import own_file, read_json
 from .disk import NewFiles, save_file
 from .names import ModelFiles

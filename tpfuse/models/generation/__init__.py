@@ -2,6 +2,7 @@
 
 beams          beam search
 direct         generation's forward pass on a CPU
+exchange       messages, through memory that the ranks of one machine share
 experts        experts of that pass
 generate       generation with a cache, token by token
 graph          a step as a CUDA graph
@@ -16,7 +17,6 @@ passes         its forward passes: ids in, logits of the last out, keys and valu
 processors     transformers' own processors of scores, made of the arguments
 request        the arguments, checked
 sampling       chooses the next token
-shared_memory  all-gathers of a few kilobytes between the ranks of one machine
 step           one token of every sequence
 stop_strings   strings that end a sequence
 stopping       ends a sequence: by a token, a string or a criterion

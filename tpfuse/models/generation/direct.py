@@ -34,9 +34,9 @@ from ...layers.norm import LayerNorm, SplitNorm
 from ...layers.wiring import Branch, Join, Norm, norm_names, run
 from ..rows import BatchRows
 from . import leaves
+from .exchange import Exchange, exchange
 from .experts import DirectExperts
 from .model import CausalModel
-from .shared_memory import Exchange, exchange
 
 BLOCK = 128  # rows: more are worked on piece by piece, or in fewer passes
 

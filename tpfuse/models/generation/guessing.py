@@ -24,12 +24,12 @@ from ...kernels.runtime.rules import COUNT, Rule, check_numbers, limited
 from ...layers.module import check_gathered
 from ...parallel import TensorParallel
 from ..config.gpt import GPTConfig
+from .exchange import exchange
 from .model import CausalModel
 from .options import DEFAULTS
 from .passes import Pass, pass_of
 from .request import GenerationRequest
 from .sampling import Chooser, Sampling
-from .shared_memory import exchange
 from .step import TokenStep
 
 _NGRAM = 2  # transformers' length of the longest n-gram that is looked up

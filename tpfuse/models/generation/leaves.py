@@ -19,7 +19,7 @@ from ...layers.norm import LayerNorm, SplitNorm
 from ...parallel import TensorParallel
 from ...sequence_parallel.forms.leafwise import column_fwd, row_fwd
 from ...sequence_parallel.records import LinearWeights
-from .shared_memory import Exchange
+from .exchange import Exchange
 
 
 class LeafProducts(Plain):

@@ -17,10 +17,10 @@ from ...kernels.runtime.op import acc_dtype
 from ...kernels.runtime.philox import make_rng, uniform
 from ...kernels.runtime.rules import described
 from ...ranks.messages import raise_together
+from .exchange import exchange
 from .model import CausalModel
 from .outputs import Record
 from .processors import Processor
-from .shared_memory import exchange
 
 
 class Sampling(NamedTuple):

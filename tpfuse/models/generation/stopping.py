@@ -13,8 +13,8 @@ from ...kernels.runtime.errors import check
 from ...kernels.runtime.rules import WHOLE, check_number, described, quoted
 from ...parallel import TensorParallel
 from ...ranks.messages import raise_together
+from .exchange import exchange
 from .sampling import callables
-from .shared_memory import exchange
 from .stop_strings import StopStrings
 
 _FAILED = 2  # where a criterion of a rank has raised an error

@@ -7,12 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...collectives import named, start_all_gather
+from ...collectives import start_all_gather
 from ...kernels.gemm.op import column_sum, linear_dgrad, linear_wgrad
 from ...kernels.norm.core import reduce_parts
 from ...kernels.runtime import matmul
 from ...kernels.runtime.op import GEMM, Cost, least, new_vector, op
 from ...parallel import TensorParallel, resolve
+from ...ranks.failure import named
 from ..records import Run, WeightGrad
 
 

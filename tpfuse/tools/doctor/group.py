@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from ..._version import __version__
-from ...parallel import host
 from ...ranks.messages import gather, gather_results
+from ...ranks.shared_memory import host
 from ..ledger.text import duration, quantity
 from . import folder as folders
 from . import limits

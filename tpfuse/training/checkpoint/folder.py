@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 
 from ...models.files.disk import fsync, write_whole
-from ...parallel import host
+from ...ranks.shared_memory import host
 from .errors import errors_at
 from .job import is_alive, is_here, read_job, this_job, write_job
 from .meta import WITH_GRADIENT, has_contents, plain, read_text

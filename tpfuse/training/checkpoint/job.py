@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from ...models.files.disk import new_file, write_whole
-from ...parallel import host
+from ...ranks.shared_memory import host
 from .errors import errors_at
 from .meta import read_text
 

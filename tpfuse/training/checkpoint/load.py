@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ...parallel import host
 from ...pipeline.delays import Pending, delay_of
+from ...ranks.shared_memory import host
 from ..ok_topk import OkTopk
 from . import background as thread
 from . import state, version1
