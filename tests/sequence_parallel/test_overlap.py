@@ -28,6 +28,7 @@ from tpfuse.kernels.runtime.op import flatten
 from tpfuse.kernels.runtime.philox import make_rng
 from tpfuse.layers import TransformerBlock
 from tpfuse.ranks import gloo
+from tpfuse.ranks.shared_memory import SharedMemory
 from tpfuse.sequence_parallel import (
     choice,
     flight,
@@ -52,6 +53,7 @@ PATCHED = [
     (plain, "make_tp"),
     (parallel, "host"),
     (gloo, "send"),
+    (SharedMemory, "all_gather"),
     (dist, "batch_isend_irecv"),
 ]
 
@@ -321,7 +323,13 @@ def sent(world, forward, dy):
         messages.append(x.numel() * x.element_size())
         return send(x, group, to)
 
-    gloo.send = counted
+    all_gather = SharedMemory.all_gather
+
+    def counted_gather(memory, result, x):
+        messages.extend([x.numel() * x.element_size()] * (world.size - 1))
+        return all_gather(memory, result, x)
+
+    gloo.send, SharedMemory.all_gather = counted, counted_gather
     y = forward()
     count = len(messages)
     y.backward(dy(y))
