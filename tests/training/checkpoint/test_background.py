@@ -127,6 +127,19 @@ def test_messages_of_training_and_saving_do_not_meet(ranks, tmp_path):
     assert ranks(2, train_on, str(tmp_path)) == [True, True]
 
 
+def on_some(world, directory):
+    training = Training(world)
+    with pytest.raises(ValueError) as raised:
+        save_checkpoint(directory, training.model, training.optimizer, step=1, background=world.rank == 1)
+    return str(raised.value)
+
+
+def test_a_save_is_in_the_background_on_every_rank_or_on_none(ranks, tmp_path):
+    rule = "save_checkpoint: background must be the same on every rank, got rank 0: False; rank 1: True"
+    assert ranks(2, on_some, str(tmp_path)) == [rule] * 2
+    assert names(tmp_path) == set()
+
+
 def one_fails(world, directory, asks):
     """Rank 1 cannot write; rank 0 asks for the result, or not -> what the next save says."""
     training = Training(world)

@@ -41,13 +41,19 @@ def all_ranks(*, background: bool = False) -> Ranks:
     """Returns the ranks of the world; every rank calls it.
 
     In the ``background`` they have a group of their own, made by the first such call in a world.  Others do without:
-    to make a group takes the store, which ends with the launcher, and a last save comes after it.
+    to make a group takes the store, which ends with the launcher, and a last save comes after it.  ValueError on every
+    rank where some are in the background and others not.
     """
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is None:
         return Ranks(0, 1, None)
+    ranks = Ranks(world.rank(), world.size(), world)
+    everywhere = ranks.gather(lambda: background)
+    if len(set(everywhere)) > 1:
+        values = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(everywhere))
+        raise ValueError(f"background must be the same on every rank, got {values}")
     if not background:
-        return Ranks(world.rank(), world.size(), world)
+        return ranks
     if not _background or _background[0][0] is not world:
         group = dist.new_group(backend="gloo", timeout=limit(world))
         _background[:] = [(world, Ranks(world.rank(), world.size(), group))]
