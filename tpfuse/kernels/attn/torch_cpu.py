@@ -12,8 +12,8 @@ from ..runtime.processor import instructions
 from .options import INF, Options
 from .reference import rotate_both
 
-_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 # Positions that torch divides into blocks of 64 rows, and instructions with which cpu.py's of 128 are faster under a
 # causal mask.
 SMALL_BLOCKS = range(257, 768)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..runtime.triton import tl, triton
 
-aten = torch.ops.aten
+aten = torch.ops.aten  # an op's overload by its name: to choose one costs the host ten times the call
 
 
 class Activation(NamedTuple):
@@ -81,11 +81,11 @@ def _gelu_tanh_tile(z):
 # ---- the table ----
 
 ACTIVATIONS = {
-    "silu": Activation(F.silu, aten.silu_backward, _silu_tile, gated="swiglu", huggingface=("silu", "swish")),
-    "gelu": Activation(F.gelu, aten.gelu_backward, _gelu_tile, gated="geglu", huggingface=("gelu",)),
+    "silu": Activation(F.silu, aten.silu_backward.default, _silu_tile, gated="swiglu", huggingface=("silu", "swish")),
+    "gelu": Activation(F.gelu, aten.gelu_backward.default, _gelu_tile, gated="geglu", huggingface=("gelu",)),
     "gelu_tanh": Activation(
         lambda z: F.gelu(z, approximate="tanh"),
-        lambda dy, z: aten.gelu_backward(dy, z, approximate="tanh"),
+        lambda dy, z: aten.gelu_backward.default(dy, z, approximate="tanh"),
         _gelu_tanh_tile,
         gated="geglu_tanh",
         huggingface=("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),

@@ -30,7 +30,7 @@ def embedding_bwd_ref(dy: Tensor, ids: Tensor, base: int, rows: int, dtype: torc
     """-> dW [rows, D] in ``dtype``; sums in fp32, by a sort rather than atomics."""
     inside = (ids >= base) & (ids < base + rows)
     local = torch.where(inside, ids - base, rows)  # one row more takes what is not ours
-    dw = torch.ops.aten.embedding_dense_backward(dy.to(acc_dtype(dy)), local, rows + 1, -1, False)
+    dw = torch.ops.aten.embedding_dense_backward.default(dy.to(acc_dtype(dy)), local, rows + 1, -1, False)
     return dw[:rows].to(dtype, copy=True)
 
 

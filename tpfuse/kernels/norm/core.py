@@ -70,16 +70,13 @@ def fused_norm_fwd_ref(
     if order == ALONE:
         n, mean, rstd = normalize(parts[0], norm)
         return parts.new_empty(0), in_dtype(n, parts.dtype), mean, rstd
-    z = sum_parts(parts, as_tree=leaves > 0)
-    if add.bias is not None:
-        z += add.bias
-    for table, index in ((add.position_weight, add.positions), (add.type_weight, add.types)):
-        if table is not None:
-            z += table[index]
-    if mask.rng is not None and order != DROP:
+    dropped = mask.rng is not None and order != DROP
+    tables = (add.position_weight, add.positions), (add.type_weight, add.types)
+    addends = [add.bias, *(None if table is None else table[index] for table, index in tables)]
+    addends += [] if dropped else [add.residual]
+    z = sum_parts(parts, *(x for x in addends if x is not None), as_tree=leaves > 0)
+    if dropped:
         z = drop(z, mask, add.residual)
-    elif add.residual is not None:
-        z += add.residual
     h = in_dtype(z, parts.dtype if add.residual is None else add.residual.dtype)
     if norm.gamma is None:
         return h, h.new_empty(0), h.new_empty(0), h.new_empty(0)
@@ -112,7 +109,12 @@ def fused_norm_bwd_ref(
         return by_leaves(fused_norm_bwd_ref, BackwardRows(dn, dh, saved, mask, out=out), order, wanted)
     inside = order in (POST, DROP)  # dh, too, comes through the norm
     gradient = incoming(dn, dh)
-    d = copied(gradient, acc_dtype(gradient)) if dn is None else sum_parts(dn, as_tree=wanted.leaves > 0)
+    if dn is None:
+        d = copied(gradient, acc_dtype(gradient))
+    elif saved.gamma is not None and not inside and len(dn) == 1 and dn.dtype == acc_dtype(dn):
+        d = dn[0]  # is only read
+    else:
+        d = sum_parts(dn, as_tree=wanted.leaves > 0)
     dgamma, dbeta = d.new_empty(0), d.new_empty(0)
     if dn is not None and dh is not None and inside:
         d = _rounded(d.add_(dh), dh.dtype, wanted)

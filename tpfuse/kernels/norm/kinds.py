@@ -56,7 +56,7 @@ def normalize(x: Tensor, norm: NormVectors) -> tuple[Tensor, Tensor, Tensor]:
     xf, gamma = in_dtype(x, acc), _scale(norm.gamma, kind, acc)
     beta = None if norm.beta is None else in_dtype(norm.beta, acc)
     if kind.centred:
-        y, mean, rstd = aten.native_layer_norm(xf, [x.shape[1]], gamma, beta, eps=norm.eps)
+        y, mean, rstd = aten.native_layer_norm.default(xf, [x.shape[1]], gamma, beta, eps=norm.eps)
         return y, mean.view(-1), rstd.view(-1)
     rstd = torch.rsqrt(xf.square().mean(-1) + norm.eps)
     y = xf * rstd[:, None] * gamma
@@ -72,7 +72,7 @@ def normalize_backward(d: Tensor, saved: Saved, has_beta: bool) -> tuple[Tensor,
     if kind.centred:
         beta = g if has_beta else None  # its values are not read
         wanted = [True, True, has_beta]
-        dx, dgamma, dbeta = aten.native_layer_norm_backward(
+        dx, dgamma, dbeta = aten.native_layer_norm_backward.default(
             d, xf, [xf.shape[1]], mean[:, None], rstd=rstd, weight=g, bias=beta, output_mask=wanted
         )
     else:

@@ -310,16 +310,19 @@ def scalar(value: float | Tensor, dtype: torch.dtype, device: torch.device | str
     return torch.full((), value, dtype=dtype, device=device)
 
 
-def sum_parts(parts: Tensor, as_tree: bool = False) -> Tensor:
-    """[R, ...] -> [...]: a new tensor, added in rank order in fp32 (fp64 for fp64), not yet rounded.
+def sum_parts(parts: Tensor, *addends: Tensor, as_tree: bool = False) -> Tensor:
+    """[R, ...] -> [...]: a new tensor, added in rank order in fp32 (fp64 for fp64), then the addends; not yet rounded.
 
-    ``as_tree``: as a binary tree, each node rounded to parts' dtype (:mod:`.leaves`), then widened.
+    ``as_tree``: parts as a binary tree, each node rounded to their dtype (:mod:`.leaves`), then widened.
     """
-    if as_tree:
-        return copied(tree(parts.unbind(0)), acc_dtype(parts))
-    total = copied(parts[0], acc_dtype(parts))
-    for rank in range(1, parts.shape[0]):
-        total += parts[rank]
+    acc = acc_dtype(parts)
+    first, *others = (tree(parts.unbind(0)), *addends) if as_tree else (*parts.unbind(0), *addends)
+    if others and first.dtype == others[0].dtype == acc and first.is_contiguous():
+        total = first + others.pop(0)  # in one pass
+    else:
+        total = copied(first, acc)
+    for addend in others:
+        total += addend
     return total
 
 
