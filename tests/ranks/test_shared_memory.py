@@ -4,6 +4,7 @@ one rank cannot."""
 import glob
 import os
 import platform
+import signal
 import time
 
 import pytest
@@ -137,6 +138,45 @@ def differing(world, name):
 @pytest.mark.parametrize("name", OTHER_CALLS)
 def test_ranks_in_other_calls_say_so(ranks, name):
     assert ranks(2, differing, name) == [True, True]
+
+
+def interrupted(world):
+    """-> rank 0 is interrupted while it waits, goes on with another message; both say what is wrong"""
+    name = dist.new_group([0, 1]).group_name
+    all_gather(torch.ones(3), 2, name)
+    if world.rank == 0:
+        signal.signal(signal.SIGALRM, _interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            all_gather(torch.ones(3), 2, name)
+    else:
+        time.sleep(0.3)
+    with pytest.raises(RuntimeError) as raised:
+        all_to_all(torch.ones(2, 3), name)
+    return str(raised.value)
+
+
+def _interrupt(number, frame):
+    raise KeyboardInterrupt
+
+
+def test_after_an_interrupted_message_there_is_none(ranks):
+    first, second = ranks(2, interrupted)
+    assert first.endswith("a message of this rank was interrupted, or another thread sends one")
+    assert "rank 0 all-gathers 12 bytes, and this rank exchanges 12" in second or "rank 0 has left the group" in second
+
+
+def in_inference_mode(world):
+    x, name = torch.full((2, 3), float(world.rank)), world.group.group_name
+    with torch.inference_mode():
+        y = all_gather(x + 1, 2, name)[1]
+    z = all_to_all(y, name)
+    with torch.inference_mode():
+        return all_to_all(z, name).tolist()
+
+
+def test_tensors_of_inference_mode(ranks):
+    assert ranks(2, in_inference_mode) == [[[2.0] * 3] * 2] * 2
 
 
 def unable(world, how):

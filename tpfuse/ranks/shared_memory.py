@@ -120,6 +120,7 @@ class SharedMemory:
         """All-gathers x [...] of at most ROOM bytes -> [R, ...], one of two buffers: the second call after this
         overwrites it.  RuntimeError as by :meth:`all_gather`."""
         turns, members, size = self._views, self.members, x.numel() * x.element_size()
+        members.enter()
         turns.begin([size] * members.size, 0)
         views = self._seen.get((x.shape, x.dtype))
         if views is None:
@@ -129,6 +130,7 @@ class SharedMemory:
         turns.arrive()
         for rank in members.peers:
             turns.wait(rank, size, 0)
+        members.leave()
         return parts
 
     @torch.inference_mode(False)  # tensors that are made in it cannot be written outside
@@ -155,6 +157,7 @@ class SharedMemory:
         kind, room = int(slots > 1), ROOM // slots // _ALIGNED * _ALIGNED
         lengths = [len(sent[to % slots]) for to in range(self.members.size)]
         start, longest = 0, 1
+        self.members.enter()
         while start < longest:
             piece = slice(start, start + room)
             places = turns.begin(lengths, kind)
@@ -169,6 +172,7 @@ class SharedMemory:
                 incoming = received[peer][piece]
                 incoming[:] = places[peer, rank % slots * room :][: len(incoming)]
             start, longest = start + room, turns.longest()
+        self.members.leave()
 
 
 def _bytes(x: Tensor) -> Bytes:

@@ -30,14 +30,22 @@ class Members:
     """The ranks of a group on one machine: this one's number, and which of them are gone."""
 
     def __init__(self, left: memoryview, group: dist.ProcessGroup, pids: list[int]):
-        self.left, self._pids, self._error = left, pids, ""
+        self.left, self._pids, self._error, self._busy = left, pids, "", False
         self.rank, self.size, self.timeout = group.rank(), group.size(), limit(group).total_seconds()
         self.peers = [rank for rank in range(self.size) if rank != self.rank]
 
-    def check(self) -> None:
-        """Raises the error of an earlier call, after which the ranks' turns are no longer the same."""
+    def enter(self) -> None:
+        """Begins a message.  RuntimeError where the ranks' turns are no longer the same: after an error or a message that
+        an exception ended (Ctrl-C), and during one of another thread."""
+        if self._busy and not self._error:
+            self.fail("a message of this rank was interrupted, or another thread sends one")
         if self._error:
             raise RuntimeError(self._error)
+        self._busy = True
+
+    def leave(self) -> None:
+        """Ends a message."""
+        self._busy = False
 
     def fail(self, error: str) -> NoReturn:
         """Raises the error, in each later call too, and takes this rank out of the group: nobody waits for it."""
@@ -69,7 +77,6 @@ class Turns:
 
     def begin(self, lengths: list[int], kind: int) -> Bytes:
         """Begins a turn in which this rank sends so many bytes to each; returns its set of places [R, ROOM]."""
-        self.members.check()
         self.count += 1
         row, marks = self.members.rank * self.members.size, self._lengths[self.count % 2]
         for to, length in enumerate(lengths):
