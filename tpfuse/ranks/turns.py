@@ -35,8 +35,11 @@ class Members:
         self.peers = [rank for rank in range(self.size) if rank != self.rank]
 
     def enter(self) -> None:
-        """Begins a message.  RuntimeError where the ranks' turns are no longer the same, after an error or a message that
-        Ctrl-C has ended, and while another thread sends one."""
+        """Begins a message.
+
+        RuntimeError where the ranks' turns are no longer the same, after an error or a message that Ctrl-C has ended,
+        and while another thread sends one.
+        """
         if self._busy and not self._error:
             self.fail("a message of this rank was interrupted, or another thread sends one")
         if self._error:
