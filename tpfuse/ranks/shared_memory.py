@@ -1,8 +1,8 @@
 """All-gathers and exchanges between the ranks of one machine, through memory that they share.
 
-gloo copies a message into the kernel and out of it, and wakes threads up: more than twice the time of 3 MB, and 30 to
-50 times that of a few kilobytes (``python -m bench.shared_memory``).  Here each rank copies what it sends once, and
-what it receives once, or reads it where it lies (:mod:`.turns`).
+gloo copies a message into the kernel and out of it, and wakes threads up: it takes two to three times as long for 3 MB,
+and about eight times for 2 kB (``python -m bench.shared_memory``).  Here each rank copies what it sends once, and what
+it receives once, or reads it where it lies (:mod:`.turns`).
 """
 
 import mmap
