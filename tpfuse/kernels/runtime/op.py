@@ -316,13 +316,14 @@ def sum_parts(parts: Tensor, *addends: Tensor, as_tree: bool = False) -> Tensor:
     ``as_tree``: parts as a binary tree, each node rounded to their dtype (:mod:`.leaves`), then widened.
     """
     acc = acc_dtype(parts)
-    first, *others = (tree(parts.unbind(0)), *addends) if as_tree else (*parts.unbind(0), *addends)
-    if others and first.dtype == others[0].dtype == acc and first.is_contiguous():
-        total = first + others.pop(0)  # in one pass
+    terms = [tree(parts.unbind(0)), *addends] if as_tree else [*parts.unbind(0), *addends]
+    part, terms = terms[0], terms[1:]
+    if terms and part.dtype == terms[0].dtype == acc and part.is_contiguous():
+        total = part + terms.pop(0)  # in one pass
     else:
-        total = copied(first, acc)
-    for addend in others:
-        total += addend
+        total = copied(part, acc)
+    for term in terms:
+        total += term
     return total
 
 
