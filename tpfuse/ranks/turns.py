@@ -22,7 +22,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 ROOM = 1 << 20  # bytes of a place
 _LINE = 8  # numbers in a cache line: each counter has its own
 _KINDS = ("all-gathers", "exchanges")
-_SPIN = 0.001  # seconds for which a rank that waits looks again at once
+_SPIN = 0.05  # seconds for which a rank that waits looks again at once, and yields its core each time
 _GLANCE = 0.05  # seconds between looks at whether the others live
 
 
