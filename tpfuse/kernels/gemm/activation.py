@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..runtime.triton import tl, triton
 
-aten = torch.ops.aten  # an op's overload by its name: to choose one costs the host ten times the call
+aten = torch.ops.aten
 
 
 class Activation(NamedTuple):
