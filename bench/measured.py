@@ -202,9 +202,10 @@ def quartiles(values: list[float] | None) -> str:
 
 
 def by_kind(kinds: list[dict], of_case: Callable[[dict], Case], value: Callable[[dict], Any]) -> dict[Case, list[Any]]:
-    """Returns a value of each case of the first result on each kind of processor; None where it is missing."""
+    """Returns a value of each case that any result has on each kind of processor; None where it is missing."""
     each = [{of_case(row): value(row) for row in result["rows"]} for result in kinds]
-    return {case: [values.get(case) for values in each] for case in each[0]}
+    cases = dict.fromkeys(case for values in each for case in values)
+    return {case: [values.get(case) for values in each] for case in cases}
 
 
 def speeds_of(kinds: list[dict], of_case: Callable[[dict], Case]) -> dict[Case, list[list[float] | None]]:
@@ -212,19 +213,26 @@ def speeds_of(kinds: list[dict], of_case: Callable[[dict], Case]) -> dict[Case, 
     return by_kind(kinds, of_case, lambda row: row["speed"])
 
 
+def earliest(kinds: list[dict], of_case: Callable[[dict], Case], value: Callable[[dict], Any]) -> dict[Case, Any]:
+    """Returns a value of each case, of the first kind of processor that has it."""
+    return {of_case(row): value(row) for result in reversed(kinds) for row in result["rows"]}
+
+
 def ratio(value: float | None) -> str:
     return NOT_YET if value is None else f"{value:.2f}"
 
 
 def train_step(kinds: list[dict]) -> str:
-    """A row a dtype, dropout and provider, a column of speeds for each kind of processor; memory is the first's."""
-    heads = "dtype", "attention dropout", "", *machine.heads("tokens/s relative to DTensor (quartiles)", kinds)
-    heads += "saved bytes / sbh, per layer and rank", "peak memory of a step, MiB"
-    of_case = lambda row: (row["dtype"], f"{row['attention_dropout']:g}", row["provider"])
+    """A row a kind of block, dtype, dropout and provider, a column of speeds for each kind of processor; memory is the
+    first's that has the row."""
+    columns = machine.heads("tokens/s relative to DTensor (quartiles)", kinds)
+    heads = "blocks", "dtype", "attention dropout", "", *columns, "saved bytes / sbh, per layer and rank"
+    heads += ("peak memory of a step, MiB",)
+    of_case = lambda row: (row["kind"], row["dtype"], f"{row['attention_dropout']:g}", row["provider"])
     speeds = speeds_of(kinds, of_case)
-    memory = {of_case(row): (f"{row['saved_sbh']:.1f}", f"{row['peak_rss_mib']:.0f}") for row in kinds[0]["rows"]}
+    memory = earliest(kinds, of_case, lambda row: (f"{row['saved_sbh']:.1f}", f"{row['peak_rss_mib']:.0f}"))
     lines = [(*case, *map(quartiles, each), *memory[case]) for case, each in speeds.items()]
-    claims = {" ".join(c): [q[1] for q in each if q] for c, each in speeds.items() if c[2].startswith("tpfuse")}
+    claims = {" ".join(c): [q[1] for q in each if q] for c, each in speeds.items() if c[3].startswith("tpfuse")}
     return with_machines(table(heads, lines), kinds, claims)
 
 
@@ -234,11 +242,12 @@ def with_machines(text: str, kinds: list[dict], claims: dict[str, list[float]] |
 
 
 def generate(kinds: list[dict]) -> str:
-    """A row a call, a column of times for each kind of processor; CPU times and tokens are the first's."""
+    """A row a call, a column of times for each kind of processor; CPU times and tokens are those of the first that has
+    the row."""
     label = lambda row: f"prompt of {row['prompt']}" if row["name"] == "prefill" else f"{row['new']} tokens"
     of_case = lambda row: (row["model"], row["dtype"], label(row), str(row["batch"]), row["row"])
     walls = by_kind(kinds, of_case, lambda row: row["wall"])
-    others = {of_case(row): (f"{row['cpu'][1]:.2f}", f"{100 * row['same_tokens']:.0f} %") for row in kinds[0]["rows"]}
+    others = earliest(kinds, of_case, lambda row: (f"{row['cpu'][1]:.2f}", f"{100 * row['same_tokens']:.0f} %"))
     heads = "model", "dtype", "", "prompts", "", *machine.heads("wall time (quartiles)", kinds)
     lines = [(*case, *map(quartiles, each), *others[case]) for case, each in walls.items()]
     claims = {" ".join(case): [q[1] for q in each if q] for case, each in walls.items()}

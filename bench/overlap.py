@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from bench import machine
 from bench._link import End, namespaces, shape, unshaped
 from bench._parser import parser_of
-from bench.models.peers import MLP, Attention, Block, Stack, dtensor_block, dtensor_norm
+from bench.models.peers import KINDS, MLP, Attention, Block, Stack, dtensor_block, dtensor_norm
 from bench.models.train_step import DTYPES, OurStack, full_weights
 from bench.port import free_port
 from tpfuse import TensorParallel
@@ -107,7 +107,7 @@ class Rig:
 
     def step(self) -> dict[str, tuple[nn.Module, Tensor]]:
         """Blocks and a norm, forward and backward, dropout on: bench.models.train_step's."""
-        a, layers, modules = self.args, full_weights(self.args, self.dtype), {}
+        a, layers, modules = self.args, full_weights(self.args, KINDS["gpt2"], self.dtype), {}
         for name, overlap in OVERLAP.items():
             stack = OurStack(a, self.tp(overlap), self.dtype, 0.0, "fastest")
             stack.load(layers)

@@ -1,10 +1,12 @@
 """The same pre-norm blocks written by others: plain torch, DTensor tensor + sequence parallel, megatron-core's layers.
 
-Each takes the *full* weights of one layer (torch's [out, in], qkv in rows q, k, v) and x batch-first, [B, S, D]
-(DTensor: [B, S/R, D]).
+Each takes the *full* weights of one layer (torch's [out, in]; qkv in rows q, k, v and a gated fc1 in rows gate, up) and
+x batch-first, [B, S, D] (DTensor: [B, S/R, D]).
 """
 
+import functools
 import warnings
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,14 +22,71 @@ from torch.distributed.tensor.parallel import (
 )
 
 
+class Kind(NamedTuple):
+    """The parts that blocks of a family have in common."""
+
+    norm: type[nn.Module]
+    bias: bool
+    rotary: bool
+    gated: bool  # silu(gate) up; else gelu by tanh
+
+    def ffn(self, width: int) -> int:
+        """Returns the width between the MLP's maps: 4 D, gated the multiple of 256 from 8 D / 3 on, as Llama's."""
+        return -(-8 * width // 768) * 256 if self.gated else 4 * width
+
+    def modules(self) -> dict[str, tuple[str, ...]]:
+        """Returns the modules that the rows of each full weight and bias belong to."""
+        return {
+            "qkv": ("attention.q", "attention.k", "attention.v"),
+            "out": ("attention.out",),
+            "fc1": ("mlp.gate", "mlp.up") if self.gated else ("mlp.fc1",),
+            "fc2": ("mlp.fc2",),
+            "norm1": ("norm1",),
+            "norm2": ("norm2",),
+        }
+
+    def by_module(self, full: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns a layer's full weights by the names of a Block's."""
+        modules, split = self.modules(), {}
+        for name, tensor in full.items():
+            key, leaf = name.split(".")
+            pieces = zip(modules[key], tensor.chunk(len(modules[key])), strict=True)
+            split |= {f"{module}.{leaf}": piece for module, piece in pieces}
+        return split
+
+
+KINDS = {
+    "gpt2": Kind(nn.LayerNorm, bias=True, rotary=False, gated=False),
+    "llama": Kind(nn.RMSNorm, bias=False, rotary=True, gated=True),
+}
+THETA = 10000.0  # of rotary positions
+EPS = 1e-5
+
+
+@functools.lru_cache(maxsize=4)
+def _rotations(length: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    frequencies = THETA ** (-torch.arange(0, width, 2) / width)
+    angles = (torch.arange(length)[:, None] * frequencies).repeat(1, 2)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _rotated(x: Tensor) -> Tensor:
+    """x [B, H, S, E] with rotary positions, as Llama is written in plain torch"""
+    cos, sin = _rotations(*x.shape[-2:], x.dtype)
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat((-b, a), -1) * sin
+
+
 class Attention(nn.Module):
-    def __init__(self, width: int, heads: int, p: float):
+    def __init__(self, width: int, heads: int, p: float, kind: Kind = KINDS["gpt2"]):
         super().__init__()
-        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
-        self.head_width, self.p = width // heads, p
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width, kind.bias) for _ in range(4))
+        self.head_width, self.p, self.rotary = width // heads, p, kind.rotary
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (f(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        if self.rotary:
+            q, k = _rotated(q), _rotated(k)
         o = F.scaled_dot_product_attention(q, k, v, dropout_p=self.p if self.training else 0.0, is_causal=True)
         return self.out(o.transpose(1, 2).flatten(2))
 
@@ -41,36 +100,33 @@ class MLP(nn.Module):
         return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
 
 
+class GatedMLP(nn.Module):
+    def __init__(self, width: int, ffn: int):
+        super().__init__()
+        self.gate, self.up = (nn.Linear(width, ffn, bias=False) for _ in range(2))
+        self.fc2 = nn.Linear(ffn, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.silu(self.gate(x)) * self.up(x))
+
+
 class Block(nn.Module):
     """A block as one writes it in plain torch."""
 
-    def __init__(self, width: int, heads: int, dropout: float, attention_dropout: float):
+    def __init__(self, width: int, heads: int, dropout: float, attention_dropout: float, kind: Kind = KINDS["gpt2"]):
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention, self.mlp, self.dropout = (
-            Attention(width, heads, attention_dropout),
-            MLP(width),
-            nn.Dropout(dropout),
-        )
+        self.kind = kind
+        self.norm1, self.norm2 = kind.norm(width, eps=EPS), kind.norm(width, eps=EPS)
+        self.attention = Attention(width, heads, attention_dropout, kind)
+        self.mlp = GatedMLP(width, kind.ffn(width)) if kind.gated else MLP(width)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.norm1(x)))
         return x + self.dropout(self.mlp(self.norm2(x)))
 
     def load(self, full: dict[str, Tensor]) -> None:
-        qkv = zip(full["qkv.weight"].chunk(3), full["qkv.bias"].chunk(3), strict=True)
-        for linear, (w, b) in zip((self.attention.q, self.attention.k, self.attention.v), qkv, strict=True):
-            linear.weight.data.copy_(w)
-            linear.bias.data.copy_(b)
-        for name, module in (
-            ("out", self.attention.out),
-            ("fc1", self.mlp.fc1),
-            ("fc2", self.mlp.fc2),
-            ("norm1", self.norm1),
-            ("norm2", self.norm2),
-        ):
-            module.weight.data.copy_(full[f"{name}.weight"])
-            module.bias.data.copy_(full[f"{name}.bias"])
+        self.load_state_dict(self.kind.by_module(full))
 
 
 class Stack(nn.Module):
@@ -93,25 +149,20 @@ def dtensor_norm(norm: nn.Module, mesh: DeviceMesh) -> nn.Module:
 def dtensor_block(block: Block, mesh: DeviceMesh) -> Block:
     """PyTorch's own recipe for tensor and sequence parallelism."""
     gathered = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    modules = block.kind.modules()
     plan = {
         "norm1": SequenceParallel(),
         "norm2": SequenceParallel(),
         "attention": gathered,
-        "attention.q": ColwiseParallel(),
-        "attention.k": ColwiseParallel(),
-        "attention.v": ColwiseParallel(),
-        "attention.out": RowwiseParallel(output_layouts=Shard(1)),
         "mlp": gathered,
-        "mlp.fc1": ColwiseParallel(),
-        "mlp.fc2": RowwiseParallel(output_layouts=Shard(1)),
+        **{name: ColwiseParallel() for name in (*modules["qkv"], *modules["fc1"])},
+        **{name: RowwiseParallel(output_layouts=Shard(1)) for name in (*modules["out"], *modules["fc2"])},
     }
     return parallelize_module(block, mesh, plan)
 
 
-def megatron_block(
-    width: int, heads: int, dropout: float, attention_dropout: float, rank: int, size: int, dtype: torch.dtype
-) -> Block:
-    """megatron-core's column- and row-parallel layers in the plain block; ImportError where it is not installed."""
+def megatron_block(block: Block, rank: int, size: int, dtype: torch.dtype) -> Block:
+    """The plain block with megatron-core's column- and row-parallel layers; ImportError where it is not installed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core import parallel_state
@@ -121,7 +172,7 @@ def megatron_block(
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
     config = ModelParallelConfig(tensor_model_parallel_size=size, use_cpu_initialization=True, params_dtype=dtype)
-    config.perform_initialization = False
+    config.perform_initialization, kind = False, block.kind
 
     class Drop(nn.Module):
         """megatron's layers return (output, bias)."""
@@ -135,35 +186,37 @@ def megatron_block(
 
     def column(n: int, k: int) -> nn.Module:
         return Drop(
-            ColumnParallelLinear(k, n, config=config, init_method=nn.init.zeros_, bias=True, gather_output=False)
+            ColumnParallelLinear(k, n, config=config, init_method=nn.init.zeros_, bias=kind.bias, gather_output=False)
         )
 
     def row(n: int, k: int) -> nn.Module:
         return Drop(
             RowParallelLinear(
-                k, n, config=config, init_method=nn.init.zeros_, bias=True, input_is_parallel=True, skip_bias_add=False
-            )
+                k,
+                n,
+                config=config,
+                init_method=nn.init.zeros_,
+                bias=kind.bias,
+                input_is_parallel=True,
+                skip_bias_add=False,
+            )  # fmt: skip
         )
 
-    block = Block(width, heads, dropout, attention_dropout).to(dtype)
-    a, m = block.attention, block.mlp
-    a.q, a.k, a.v, a.out = (*(column(width, width) for _ in range(3)), row(width, width))
-    m.fc1, m.fc2 = column(4 * width, width), row(width, 4 * width)
+    block, modules = block.to(dtype), kind.modules()
+    dims: dict[str, int | None] = {}  # on which a map's weight is split
+    for names, make, dim in (
+        ((*modules["qkv"], *modules["fc1"]), column, 0), ((*modules["out"], *modules["fc2"]), row, 1),
+    ):  # fmt: skip
+        for name in names:
+            block.set_submodule(name, make(*block.get_submodule(name).weight.shape))
+            dims[name] = dim
 
     def load(full: dict[str, Tensor]) -> None:
-        mine = lambda t, dim: t.chunk(size, dim)[rank]
-        qkv = zip(full["qkv.weight"].chunk(3), full["qkv.bias"].chunk(3), strict=True)
-        for linear, (w, b) in zip((a.q, a.k, a.v), qkv, strict=True):
-            linear.inner.weight.data.copy_(mine(w, 0))
-            linear.inner.bias.data.copy_(mine(b, 0))
-        m.fc1.inner.weight.data.copy_(mine(full["fc1.weight"], 0))
-        m.fc1.inner.bias.data.copy_(mine(full["fc1.bias"], 0))
-        for linear, name in ((a.out, "out"), (m.fc2, "fc2")):
-            linear.inner.weight.data.copy_(mine(full[f"{name}.weight"], 1))
-            linear.inner.bias.data.copy_(full[f"{name}.bias"])
-        for norm, name in ((block.norm1, "norm1"), (block.norm2, "norm2")):
-            norm.weight.data.copy_(full[f"{name}.weight"])
-            norm.bias.data.copy_(full[f"{name}.bias"])
+        for name, tensor in kind.by_module(full).items():
+            module, leaf = name.rsplit(".", 1)
+            dim = dims.get(module) if leaf == "weight" or dims.get(module) == 0 else None
+            target = block.get_submodule(f"{module}.inner" if module in dims else module)
+            getattr(target, leaf).data.copy_(tensor if dim is None else tensor.chunk(size, dim)[rank])
 
     block.load = load
     return block

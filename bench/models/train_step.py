@@ -1,7 +1,7 @@
 """One training step (forward + backward) of a stack of pre-norm blocks, on two CPU processes: tpfuse against its peers.
 
-    python -m bench.models.train_step                      fp32 and bf16, attention dropout 0 and 0.1
-    python -m bench.models.train_step --dtype bf16 --rounds 40 --json bench/results/train_step.json
+    python -m bench.models.train_step         blocks of GPT-2 and Llama, fp32 and bf16, attention dropout 0 and 0.1
+    python -m bench.models.train_step --kind llama --dtype bf16 --rounds 40 --json bench/results/train_step.json
 
 All providers run in the same processes, on the same weights, batch and threads, one step each in turn, so that what
 slows the machine down slows all of them; a row gives the median of the *ratios* of neighbouring steps, and their
@@ -12,6 +12,7 @@ many threads as there are ranks.
 import argparse
 import ctypes
 import gc
+import itertools
 import json
 import os
 import statistics
@@ -28,12 +29,14 @@ from torch import Tensor
 from bench import machine
 from bench._parser import parser_of
 from bench._resident import resident
-from bench.models.peers import Block, Stack, dtensor_block, dtensor_norm, megatron_block
+from bench.models.peers import EPS, KINDS, THETA, Block, Kind, Stack, dtensor_block, dtensor_norm, megatron_block
 from bench.port import free_port
 from tpfuse import TensorParallel
+from tpfuse.kernels import rope_table
 from tpfuse.kernels.norm import norm_in
 from tpfuse.kernels.runtime.philox import make_rng
-from tpfuse.layers import LayerNorm, Normed, TransformerBlock
+from tpfuse.layers import LayerNorm, Normed, RMSNorm, TransformerBlock
+from tpfuse.layers.call import Rope
 from tpfuse.layers.module import replicated
 from tpfuse.layers.shards import named_specs
 
@@ -42,6 +45,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def arguments() -> argparse.Namespace:
     parser = parser_of("bench.models.train_step", __doc__)
+    parser.add_argument("--kind", choices=KINDS, action="append", help="of the blocks (default: both)")
     parser.add_argument("--dtype", choices=DTYPES, action="append", help="default: both")
     parser.add_argument("--attention-dropout", type=float, action="append", help="default: 0 and 0.1")
     parser.add_argument("--rounds", type=int, default=20, help="steps of each provider (default 20)")
@@ -51,24 +55,28 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dropout", type=float, default=0.1, help="after attention and MLP (default 0.1)")
     parser.add_argument("--json", metavar="FILE", help="also write the results there")
     args = parser.parse_args()
-    args.dtype, args.attention_dropout = args.dtype or list(DTYPES), args.attention_dropout or [0.0, 0.1]
+    args.kind, args.dtype = args.kind or list(KINDS), args.dtype or list(DTYPES)
+    args.attention_dropout = args.attention_dropout or [0.0, 0.1]
     return args
 
 
 # ---- providers: build(...) -> (forward of x, x, gradient of the output) on this rank ----
 
 
-def full_weights(args, dtype: torch.dtype) -> list[dict[str, Tensor]]:
+def full_weights(args, kind: Kind, dtype: torch.dtype) -> list[dict[str, Tensor]]:
     """One layer's weights as every provider gets them."""
-    gen, D = torch.Generator().manual_seed(0), args.width
+    gen, D, ffn = torch.Generator().manual_seed(0), args.width, kind.ffn(args.width)
     normal = lambda *shape, std: (torch.randn(*shape, generator=gen) * std).to(dtype)
-    shapes = {"qkv": (3 * D, D), "out": (D, D), "fc1": (4 * D, D), "fc2": (D, 4 * D)}
+    shapes = {"qkv": (3 * D, D), "out": (D, D), "fc1": (ffn * (1 + kind.gated), D), "fc2": (D, ffn)}
     layers = []
     for _ in range(args.layers):
         layer = {f"{n}.weight": normal(*s, std=0.02) for n, s in shapes.items()}
-        layer |= {f"{n}.bias": normal(s[0], std=0.02) for n, s in shapes.items()}
+        if kind.bias:
+            layer |= {f"{n}.bias": normal(s[0], std=0.02) for n, s in shapes.items()}
         for n in ("norm1", "norm2"):
-            layer |= {f"{n}.weight": 1 + normal(D, std=0.1), f"{n}.bias": normal(D, std=0.1)}
+            layer |= {f"{n}.weight": 1 + normal(D, std=0.1)}
+            if kind.bias:
+                layer |= {f"{n}.bias": normal(D, std=0.1)}
         layers.append(layer)
     return layers
 
@@ -76,15 +84,22 @@ def full_weights(args, dtype: torch.dtype) -> list[dict[str, Tensor]]:
 class OurStack(torch.nn.Module):
     """The form a model uses: an entering norm, then blocks that pass (h, normed) on; the last norm is the final one."""
 
-    def __init__(self, args, tp: TensorParallel, dtype: torch.dtype, attention_dropout: float, saving: str):
+    def __init__(
+        self, args, tp: TensorParallel, dtype: torch.dtype, attention_dropout: float, saving: str,
+        kind: Kind = KINDS["gpt2"],
+    ):  # fmt: skip
         super().__init__()
-        self.args, self.tp, self.saving, self.count = args, tp, saving, 0
+        self.args, self.tp, self.saving, self.kind, self.count = args, tp, saving, kind, 0
         options = dict(
-            tp=tp, dropout=args.dropout, attention_dropout=attention_dropout, saving=saving, place="inner", dtype=dtype
-        )
-        self.input_norm = LayerNorm(args.width, tp=tp, dtype=dtype)
+            tp=tp, dropout=args.dropout, attention_dropout=attention_dropout, saving=saving, place="inner", dtype=dtype,
+            norm="layer" if kind.bias else "rms", bias=kind.bias, norm_bias=kind.bias, gated=kind.gated,
+            activation="silu" if kind.gated else "gelu_tanh", eps=EPS,
+        )  # fmt: skip
+        self.rope = Rope(*rope_table(args.width // args.heads, args.seq, theta=THETA)) if kind.rotary else None
+        self.input_norm = (LayerNorm if kind.bias else RMSNorm)(args.width, eps=EPS, tp=tp, dtype=dtype)
         self.blocks = torch.nn.ModuleList(
-            TransformerBlock(args.width, args.heads, layer=i, **options) for i in range(args.layers)
+            TransformerBlock(args.width, args.heads, kind.ffn(args.width), layer=i, **options)
+            for i in range(args.layers)
         )
 
     def load(self, layers: list[dict[str, Tensor]]) -> None:
@@ -109,6 +124,8 @@ class OurStack(torch.nn.Module):
             full = layers[int(layer)][f"{peers[module]}.{leaf}"]
             if module == "attention.qkv":  # rows q, k, v of all heads -> [H, 3, E, ...]
                 full = full.view(3, H, D // H, *full.shape[1:]).transpose(0, 1)
+            if module == "mlp.fc1" and self.kind.gated:  # rows gate, up of all -> [F, 2, D]
+                full = full.view(2, -1, D).transpose(0, 1)
             p.data.copy_(full.reshape(spec.shape)[spec.local(tp)])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -116,25 +133,25 @@ class OurStack(torch.nn.Module):
         rng = make_rng(1, self.count)
         weight, bias = replicated(self.tp, self.input_norm.weight, self.input_norm.bias)
         shape = dict(ranks=self.tp.row_shards, recompute=self.saving == "smallest")
-        h, *normed = norm_in(x, weight, bias, eps=1e-5, **shape)
+        h, *normed = norm_in(x, weight, bias, eps=EPS, norm=self.input_norm.kind, **shape)
         normed = Normed(*normed)
         for block in self.blocks:
-            h, normed = block(h, normed, batch=self.args.batch, rng=rng)
+            h, normed = block(h, normed, batch=self.args.batch, rng=rng, rope=self.rope)
         return normed.n  # [R, m, D], as a head would take it; its gradient comes as R parts
 
 
 def providers(
-    args, dtype: torch.dtype, attention_dropout: float, rank: int, mesh
+    args, kind: Kind, dtype: torch.dtype, attention_dropout: float, *, rank: int, mesh
 ) -> dict[str, tuple[torch.nn.Module, Tensor, Tensor]]:
     """name -> (module, x, dy), each in the provider's own layout; no module on ranks that only wait."""
-    layers = full_weights(args, dtype)
+    layers = full_weights(args, kind, dtype)
     gen, R = torch.Generator().manual_seed(1), args.tp
     x, dy = (torch.randn(args.batch, args.seq, args.width, generator=gen).to(dtype) for _ in range(2))
     shard = lambda t, dim: t.chunk(R, dim)[rank].contiguous()
     rows = lambda t: shard(t.transpose(0, 1).reshape(-1, args.width), 0)
     models = {}
     for saving in ("fastest", "smallest"):
-        stack = OurStack(args, TensorParallel(mesh, sequence_parallel=True), dtype, attention_dropout, saving)
+        stack = OurStack(args, TensorParallel(mesh, sequence_parallel=True), dtype, attention_dropout, saving, kind)
         stack.load(layers)
         models[f"tpfuse {saving}"] = (
             stack,
@@ -142,11 +159,14 @@ def providers(
             torch.stack([rows(dy), *(torch.zeros_like(rows(dy)) for _ in range(R - 1))]),
         )
 
+    new_block = lambda: Block(args.width, args.heads, args.dropout, attention_dropout, kind).to(dtype)
+    new_norm = lambda: kind.norm(args.width, eps=EPS).to(dtype)
+
     def plain(wrap: Callable = lambda block: block, wrap_norm: Callable = lambda norm: norm) -> Stack:
-        blocks = [Block(args.width, args.heads, args.dropout, attention_dropout).to(dtype) for _ in layers]
+        blocks = [new_block() for _ in layers]
         for block, layer in zip(blocks, layers, strict=True):
             block.load(layer)
-        return Stack([wrap(block) for block in blocks], wrap_norm(torch.nn.LayerNorm(args.width).to(dtype)))
+        return Stack([wrap(block) for block in blocks], wrap_norm(new_norm()))
 
     models["DTensor TP+SP"] = (
         plain(lambda b: dtensor_block(b, mesh), lambda n: dtensor_norm(n, mesh)),
@@ -154,12 +174,10 @@ def providers(
         shard(dy, 1),
     )
     try:
-        blocks = [
-            megatron_block(args.width, args.heads, args.dropout, attention_dropout, rank, R, dtype) for _ in layers
-        ]
+        blocks = [megatron_block(new_block(), rank, R, dtype) for _ in layers]
         for block, layer in zip(blocks, layers, strict=True):
             block.load(layer)
-        models["megatron-core TP"] = Stack(blocks, torch.nn.LayerNorm(args.width).to(dtype)), x.clone(), dy
+        models["megatron-core TP"] = Stack(blocks, new_norm()), x.clone(), dy
     except ImportError:
         if rank == 0:
             print("megatron-core is not installed (pip install --no-deps megatron-core): left out", file=sys.stderr)
@@ -258,29 +276,27 @@ def run(rank: int, args, port: int, results) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=args.tp)
     mesh = dist.device_mesh.init_device_mesh("cpu", (args.tp,))
     rows = []
-    for dtype in args.dtype:
-        for attention_dropout in args.attention_dropout:
-            torch.manual_seed(0)  # layers used alone draw their weights from torch's generator, the same on every rank
-            models = providers(args, DTYPES[dtype], attention_dropout, rank, mesh)
-            error = compare(args, models, rank)
-            saved = {name: saved_bytes(module, x) for name, (module, x, _) in models.items() if module is not None}
-            times = {name: [] for name in models}
-            for i in range(args.rounds + 2):
-                for name, (module, x, dy) in models.items():
-                    seconds = step(module, x, dy, args.tp if name == "one process" else 1)
-                    if i >= 2:
-                        times[name].append(seconds)
-            peak = {name: peak_rss(*parts, args.tp if name == "one process" else 1) for name, parts in models.items()}
-            if rank == 0:
-                rows += summary(args, dtype, attention_dropout, times, saved, peak, error)
+    for kind, dtype, attention_dropout in itertools.product(args.kind, args.dtype, args.attention_dropout):
+        torch.manual_seed(0)  # layers used alone draw their weights from torch's generator, the same on every rank
+        models = providers(args, KINDS[kind], DTYPES[dtype], attention_dropout, rank=rank, mesh=mesh)
+        error = compare(args, models, rank)
+        saved = {name: saved_bytes(module, x) for name, (module, x, _) in models.items() if module is not None}
+        times = {name: [] for name in models}
+        for i in range(args.rounds + 2):
+            for name, (module, x, dy) in models.items():
+                seconds = step(module, x, dy, args.tp if name == "one process" else 1)
+                if i >= 2:
+                    times[name].append(seconds)
+        peak = {name: peak_rss(*parts, args.tp if name == "one process" else 1) for name, parts in models.items()}
+        if rank == 0:
+            case = dict(kind=kind, dtype=dtype, attention_dropout=attention_dropout)
+            rows += [case | row for row in summary(args, times, saved, peak, error)]
     if rank == 0:
         results.put(dict(rows=rows))
     dist.destroy_process_group()
 
 
-def summary(
-    args, dtype: str, attention_dropout: float, times: dict, saved: dict, peak: dict, error: dict
-) -> list[dict]:
+def summary(args, times: dict, saved: dict, peak: dict, error: dict) -> list[dict]:
     sbh = args.seq * args.batch * args.width * args.layers
     rows = []
     for name, seconds in times.items():
@@ -288,8 +304,6 @@ def summary(
         low, mid, high = statistics.quantiles(ratios, n=4)
         rows.append(
             dict(
-                dtype=dtype,
-                attention_dropout=attention_dropout,
                 provider=name,
                 seconds=statistics.median(seconds),
                 tokens_per_s=args.seq * args.batch / statistics.median(seconds),
@@ -305,6 +319,7 @@ def summary(
 
 def table(result: dict) -> str:
     columns = (
+        "kind",
         "dtype",
         "attention dropout",
         "provider",
@@ -318,8 +333,9 @@ def table(result: dict) -> str:
     for r in result["rows"]:
         low, mid, high = r["speed"]
         lines.append(
-            f"| {r['dtype']} | {r['attention_dropout']} | {r['provider']} | {mid:.2f} ({low:.2f} to {high:.2f}) "
-            f"| {r['seconds']:.3f} | {r['saved_sbh']:.2f} | {r['peak_rss_mib']:.0f} | {r['max_error']:.1e} |"
+            f"| {r['kind']} | {r['dtype']} | {r['attention_dropout']} | {r['provider']} "
+            f"| {mid:.2f} ({low:.2f} to {high:.2f}) | {r['seconds']:.3f} "
+            f"| {r['saved_sbh']:.2f} | {r['peak_rss_mib']:.0f} | {r['max_error']:.1e} |"
         )
     return "\n".join(lines)
 

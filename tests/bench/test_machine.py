@@ -13,8 +13,8 @@ SLOW = QUICK | dict(instructions="AVX2 amx_bf16", limits=dict(ATEN_CPU_CAPABILIT
 
 def result(of, fp32, bf16):
     row = lambda dtype, speed: dict(
-        dtype=dtype, attention_dropout=0.0, provider="tpfuse fastest", speed=[speed - 0.1, speed, speed + 0.1],
-        saved_sbh=34.0, peak_rss_mib=100.0,
+        kind="gpt2", dtype=dtype, attention_dropout=0.0, provider="tpfuse fastest",
+        speed=[speed - 0.1, speed, speed + 0.1], saved_sbh=34.0, peak_rss_mib=100.0,
     )  # fmt: skip
     return dict(rows=[row("fp32", fp32), row("bf16", bf16)]) | (dict(machine=of) if of else {})
 
@@ -26,10 +26,10 @@ def test_a_column_for_each_kind_of_processor_and_the_claims_that_flip(tmp_path, 
     lines = measured.train_step(measured.of_kinds("train_step")).splitlines()
     column = "tokens/s relative to DTensor (quartiles)"
     assert f"| {column}: Some CPU, AVX512 amx_bf16 | {column}: Some CPU, limited to AVX2 |" in lines[0]
-    assert "| fp32 | 0 | tpfuse fastest | 1.10 (1.00 to 1.20) | 0.90 (0.80 to 1.00) | 34.0 | 100 |" in lines
+    assert "| gpt2 | fp32 | 0 | tpfuse fastest | 1.10 (1.00 to 1.20) | 0.90 (0.80 to 1.00) | 34.0 | 100 |" in lines
     where = "Some CPU, AVX512 amx_bf16, 8 cores, torch 2.13, 2026-01-02; Some CPU, limited to AVX2"
     assert lines[5].startswith(f"Measured on: {where}")
-    assert lines[-1] == "Above 1 on one kind of processor and below it on another: fp32 0 tpfuse fastest."
+    assert lines[-1] == "Above 1 on one kind of processor and below it on another: gpt2 fp32 0 tpfuse fastest."
 
 
 def test_one_result_has_one_column_and_says_where_it_was_measured():
