@@ -128,7 +128,7 @@ def in_pieces(world, halved, multiply, x, w, *args):
         if tile == world.rank:
             cut = [cut[0], slice(cut[0].stop, m)] if halved else [slice(m)]
         rows += [range(tile * m, (tile + 1) * m)[piece] for piece in cut]
-    z = args and isinstance(args[0], torch.Tensor) and args[0].dim() == 2  # has its rows too
+    z = args and isinstance(args[0], torch.Tensor) and args[0].dim() > 1  # has its rows too
     results = []
     for r in (slice(r.start, r.stop) for r in rows):
         results.append(multiply(x[r], w, *((args[0][r], *args[1:]) if z else args)))

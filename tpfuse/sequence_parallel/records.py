@@ -109,7 +109,8 @@ def restore(ctx: Any) -> tuple[tuple[Any, ...], SavedInput]:
 
 
 class MLPSaved(NamedTuple):
-    """n; z [M, F], the activation's input; a [M, F], its output, or None to compute it again in backward."""
+    """n; z, the activation's input as the first GEMM keeps it (kernels/gemm/op.py); a [M, F], its output, or None to
+    compute it again in backward."""
 
     n: SavedInput
     z: Tensor

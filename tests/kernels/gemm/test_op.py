@@ -33,6 +33,11 @@ SAMPLES = [
     (linear_fwd, (X.bfloat16(), W.bfloat16(), B, "gelu_tanh")),
     (linear_fwd, (X, W, None, "relu")),
     (linear_fwd, (X, W, B, "swiglu")),
+    (linear_fwd, (X.bfloat16(), W.bfloat16(), None, "geglu")),
+    (linear_fwd, (X, W, B, "swiglu", 3)),
+    (activation_fwd, (Z.view(3, 2, 2), "swiglu")),
+    (activation_bwd, (Z[:, :2].contiguous(), Z.view(3, 2, 2), "swiglu", True, FP32)),
+    (linear_dgrad_act, (Z, W[:, :2].contiguous(), Z.view(3, 2, 2), "geglu", True, BF16)),
     (linear_dgrad, (Z, W)),
     (linear_dgrad_act, (Z, W, X, "gelu_tanh", True, FP32)),
     (linear_dgrad_act, (Z, W, X, "gelu", False, None)),
@@ -112,6 +117,19 @@ def test_cpu_gelu_is_the_reference_in_fp64():
         *(f(dy, z, "gelu_tanh", True, z.dtype) for f in (activation_bwd.cpu, activation_bwd.reference))
     ):
         torch.testing.assert_close(got, exact, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(33, 40, 24), (1, 3, 5), (0, 8, 8), (4, 0, 8)], ids=str)
+def test_a_cpu_keeps_gate_and_up_apart(shape, dtype):
+    """z [M, 2, N] of two GEMMs, with the numbers of the reference's [M, 2N], which are in turns."""
+    M, K, N = shape
+    x, w, b = torch.randn(M, K).to(dtype), torch.randn(2 * N, K).to(dtype), torch.randn(2 * N)
+    for bias in (None, b):
+        (y, z), (exact_y, exact_z) = (f(x, w, bias, "swiglu") for f in (linear_fwd.cpu, linear_fwd.reference))
+        assert z.shape == (M, 2, N) and z.is_contiguous()
+        torch.testing.assert_close(z.mT.flatten(1), exact_z)
+        torch.testing.assert_close(y, exact_y)
 
 
 def test_dgrad_act_is_dgrad_and_activation_bwd():

@@ -5,7 +5,7 @@ import torch
 
 from tpfuse.kernels.gemm.activation import GATED, PLAIN, width
 from tpfuse.kernels.gemm.op import activation_bwd, activation_fwd
-from tpfuse.kernels.gemm.runs import apart, store_pairs
+from tpfuse.kernels.gemm.runs import VECTORS, apart, store_pairs
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32, torch.float64
 SPECIAL = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-40, -1.5, 3.0]
@@ -25,15 +25,17 @@ def at(offset, n, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("offset", [0, 1, 2])
 def test_pairs_keep_their_bits(dtype, offset):
-    z = at(offset, 130, dtype)
+    z = at(offset, 132, dtype).view(3, 44)
     gate, up = apart(z)
     wide = z.float() if dtype.itemsize < 4 else z
-    assert torch.equal(bits(gate), bits(wide[::2])) and torch.equal(bits(up), bits(wide[1::2]))
-    for place in (torch.empty_like(z), torch.empty(1 + len(z), dtype=dtype)[1:], torch.empty(100, dtype=dtype)):
+    assert len(gate) % VECTORS == 0 and not gate[66:].any()
+    gate = gate[:66].view(3, 22)
+    assert torch.equal(bits(gate), bits(wide[:, ::2])) and torch.equal(bits(up), bits(wide[:, 1::2]))
+    for place in (torch.empty_like(z), torch.empty(1 + z.numel(), dtype=dtype)[1:].view(3, 44)):
         store_pairs(gate, up, place)
-        assert torch.equal(bits(place), bits(z[: len(place)]))
+        assert torch.equal(bits(place), bits(z))
     gate.zero_(), up.zero_()
-    assert wide[len(SPECIAL) :].abs().sum() > 0  # they are new
+    assert wide.flatten()[len(SPECIAL) :].abs().sum() > 0  # they are new
 
 
 @pytest.fixture(params=[1, 2, 3, 5])
@@ -57,3 +59,20 @@ def test_the_last_elements_are_rounded_as_the_others(activation, dtype, threads)
         dz_row, _, y_row = call(slice(i, i + 1))
         assert torch.equal(dz_row, dz[i : i + 1]) and torch.equal(y_row, y[i : i + 1])
     assert torch.equal(call(slice(1500, None))[0], dz[1500:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", GATED)
+@pytest.mark.parametrize("shape", [(300, 37), (70, 2048), (5, 1376), (1, 70000), (0, 8), (3, 0)], ids=str)
+def test_halves_have_the_bits_of_pairs(shape, activation, dtype, threads):
+    """z [M, 2, N] in place of [M, 2N]; dz is in pairs of both."""
+    (M, N), dy = shape, torch.randn(shape).to(dtype)
+    z = 3 * torch.randn(M, N, 2).to(dtype)
+    pairs, halves = z.flatten(1), z.mT.contiguous()
+    assert torch.equal(activation_fwd.cpu(halves, activation), activation_fwd.cpu(pairs, activation))
+    for rebuild in False, True:
+        results = [activation_bwd.cpu(dy, x, activation, rebuild, None) for x in (halves, pairs)]
+        assert all(map(torch.equal, *results)) and results[0][0].shape == (M, 2 * N)
+    for op, args in ((activation_fwd, ()), (activation_bwd, (dy,))) if dtype == torch.float64 else ():
+        options = (activation,) if op is activation_fwd else (activation, True, torch.float32)
+        torch.testing.assert_close(*(op.reference(*args, x, *options) for x in (halves, pairs)))

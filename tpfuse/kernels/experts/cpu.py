@@ -13,7 +13,14 @@ from ..gemm.runs import gradient_of, value_of
 from ..runtime import matmul
 from ..runtime.op import acc_dtype, row_blocks
 from .records import ExpertRows, Sides
-from .reference import ALIGNED, experts_dact_ref, experts_down_ref, experts_dx_ref, experts_up_ref, experts_wgrad_ref
+from .reference import (
+    ALIGNED,
+    experts_dact_ref,
+    experts_down_ref,
+    experts_dx_ref,
+    experts_up_in_halves,
+    experts_wgrad_ref,
+)
 
 
 def _begin_lines(*tensors: Tensor) -> bool:
@@ -49,10 +56,11 @@ def _placed(x: Tensor, rows: ExpertRows, count: int, room: int) -> Tensor:
 @torch.no_grad()
 def experts_up_cpu(x: Tensor, rows: ExpertRows, w1: Tensor, activation: str, tile: int = 0) -> tuple[Tensor, Tensor]:
     ordered = _in_order(x, rows.row_index)
-    z = x.new_empty(len(ordered), w1.shape[1])
-    if tile or not _begin_lines(ordered, z, w1):
-        return experts_up_ref(x, rows, w1, activation, tile=tile)
-    _multiply(ordered, w1.mT, rows.offsets, z)
+    z = x.new_empty(len(ordered), 2, w1.shape[1] // 2)
+    if tile or not _begin_lines(ordered, z.flatten(0, 1), w1.flatten(0, 1)):
+        return experts_up_in_halves(x, rows, w1, activation, tile=tile)
+    for half in range(2):
+        _multiply(ordered, w1[:, half::2].mT, rows.offsets, z[:, half])
     return z, value_of(z, activation)
 
 
@@ -79,7 +87,7 @@ def experts_dact_cpu(
     if not _begin_lines(ordered, da, w2):
         return experts_dact_ref(dy, rows, w2, z, weights=weights, activation=activation)
     _multiply(ordered, w2, rows.offsets, da)
-    dz, dg = z.new_empty(z.shape), z.new_empty(len(z), dtype=acc)
+    dz, dg = z.new_empty(len(z), 2 * w2.shape[2]), z.new_empty(len(z), dtype=acc)
     for i, j in row_blocks(*da.shape):
         g, da_rows = weights[i:j, None].to(acc), da[i:j].to(acc)
         d = (da_rows * g).to(z.dtype)

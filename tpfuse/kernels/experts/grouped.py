@@ -5,10 +5,11 @@
     dx = dz W1_e       dW1_e = dz' x      dW2_e = dpart' (g a)
 
 Shapes: x, dx, part, dpart rows [D], g a number, W1 [E, 2F, D] being [E, F, 2, D] seen flat, rows of gate and up in
-turns, W2 [E, D, F]; z [n, 2F], a [n, F] sorted.  Nothing is permuted in memory: up, dact and wgrad read rows by index,
-down and dx store each where it belongs (ScatterMoE, Tan et al. 2024, arXiv:2403.08245).  The parts of a row, k of them,
-are not summed here; the kernel that adds them to the residual stream does it.  Their values a W2_e' are never kept,
-since dg needs no more than da and a (SonicMoE, Guo et al. 2025, arXiv:2512.14080).
+turns, W2 [E, D, F]; z [n, 2F] (on a CPU [n, 2, F], as in gemm/op.py), a [n, F] sorted.  Nothing is permuted in memory:
+up, dact and wgrad read rows by index, down and dx store each where it belongs (ScatterMoE, Tan et al. 2024,
+arXiv:2403.08245).  The parts of a row, k of them, are not summed here; the kernel that adds them to the residual stream
+does it.  Their values a W2_e' are never kept, since dg needs no more than da and a (SonicMoE, Guo et al. 2025,
+arXiv:2512.14080).
 
 GEMMs accumulate in fp32, and results are rounded once, but z, of which the activation is taken as rounded and stored.
 No expert drops a row, and one without rows has a gradient of 0.
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..gemm.activation import ACTIVATIONS, GATED
+from ..gemm.op import row_of_z
 from ..norm.core import reduce_parts
 from ..runtime.errors import check
 from ..runtime.function import Function, once_differentiable
@@ -37,13 +39,14 @@ from .records import ExpertOrder, ExpertRows, Sides
 
 def _up_fake(x: Tensor, rows: ExpertRows, w1: Tensor, activation: str, tile: int = 0) -> tuple[Tensor, Tensor]:
     n, N = len(x if rows.row_index is None else rows.row_index), w1.shape[1]
-    return x.new_empty(n, N), x.new_empty(n, N // 2)
+    return x.new_empty(n, *row_of_z(x, N, activation)), x.new_empty(n, N // 2)
 
 
 def _dact_fake(
     dy: Tensor, rows: ExpertRows, w2: Tensor, z: Tensor, weights: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return z.new_empty(z.shape), z.new_empty(len(z), w2.shape[2]), z.new_empty(len(z), dtype=acc_dtype(z))
+    F = w2.shape[2]
+    return z.new_empty(len(z), 2 * F), z.new_empty(len(z), F), z.new_empty(len(z), dtype=acc_dtype(z))
 
 
 experts_up = op(

@@ -45,7 +45,7 @@ def check_expert_tiles(x: Tensor, w1: Tensor, w2: Tensor, tile: int) -> None:
     """Raises an error where experts' products in tiles of so many rows are not built, or do not treat rows alike."""
     if tile:
         check_tiles_device("experts", x)
-        for w in (w1[0], w2[0]):
+        for w in (w1[0, ::2], w2[0]):
             check_alike("experts", lambda rows, w: _product(rows, w, tile=0), tile, w)
 
 
@@ -57,6 +57,19 @@ def experts_up_ref(x: Tensor, rows: ExpertRows, w1: Tensor, activation: str, til
         product = _product(_rows(x, rows.row_index, places), _weight(w1, e), tile)
         z[places], a[places] = product, activation_fwd(product, activation)
     return z, a
+
+
+def experts_up_in_halves(
+    x: Tensor, rows: ExpertRows, w1: Tensor, activation: str, tile: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Returns experts_up's results as a CPU keeps them: z [n, 2, F], a product for gate and one for up of an expert."""
+    n, (_, N, D) = len(x if rows.row_index is None else rows.row_index), w1.shape
+    z, aligned = x.new_empty(n, 2, N // 2), D * w1.element_size() % ALIGNED == 0
+    for e, places in _experts_with_rows(rows.offsets):
+        x_e, w = _rows(x, rows.row_index, places), _weight(w1, e)
+        for half in range(2):
+            z[places, half] = _product(x_e, w[half::2] if aligned else w[half::2].contiguous(), tile)
+    return z, activation_fwd(z, activation)
 
 
 def experts_down_ref(
@@ -78,9 +91,9 @@ def experts_down_ref(
 def experts_dact_ref(
     dy: Tensor, rows: ExpertRows, w2: Tensor, z: Tensor, weights: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dy [.., D] by rows, z [n, 2F], weights [n] -> dz [n, 2F], g a [n, F], dg [n] in fp32"""
+    """dy [.., D] by rows, z [n, 2F] or [n, 2, F], weights [n] -> dz [n, 2F], g a [n, F], dg [n] in fp32"""
     acc, n, F = acc_dtype(z), len(z), w2.shape[2]
-    dz, ga, dg = z.new_empty(z.shape), z.new_empty(n, F), z.new_empty(n, dtype=acc)
+    dz, ga, dg = z.new_empty(n, 2 * F), z.new_empty(n, F), z.new_empty(n, dtype=acc)
     for e, places in _experts_with_rows(rows.offsets):
         g, z_e = weights[places, None].to(acc), _rows(z, None, places)
         da = matmul.mm(_rows(dy, rows.row_index, places), _weight(w2, e)).to(acc)

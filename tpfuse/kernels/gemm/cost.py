@@ -24,7 +24,7 @@ def linear_dgrad_act_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Co
     dy, w, z, activation, _, bias, *fixed = args
     (M, K), N = dy.shape, w.shape[1]
     cost = least(args, outputs)._replace(flops=2 * M * K * N)
-    columns = 0 if bias is None else z.shape[1]
+    columns = 0 if bias is None else z.shape[1:].numel()
     if config := fused("linear_dgrad_act", activation, dy, (M, N, K), leaf=0 if any(fixed) else None):
         return with_partials(cost, -(-M // config["BM"]), columns)
     da = dy.new_empty(1, 1).expand(M, N)

@@ -5,6 +5,8 @@
 
 Shapes: x [M, K], W [N, K], b [N], z, y [M, N].  Activations: "none" and those of activation.py.  A gated one, such as
 "swiglu", is act(gate) up of z = (gate, up, gate, up, ..), W [2N, K] being [N, 2, K] seen flat: z [M, 2N], y [M, N].
+On a CPU a gated z is kept as [M, 2, N], gate and up apart, as torch's loops are vectorised on columns that lie
+together; two GEMMs store it.  Ops that read a z take either, by its dimensions, and dz is [M, 2N].
 GEMMs accumulate in fp32; outputs have x's dtype, dW and db that which is asked for.  The activation is taken of z as
 rounded and stored, and recomputed from z in the same pass as its derivative.
 
@@ -23,7 +25,7 @@ from ..runtime import matmul
 from ..runtime.function import Function, once_differentiable
 from ..runtime.leaves import tree
 from ..runtime.main_grad import mains, wanted
-from ..runtime.op import ELEMENTWISE, GEMM, acc_dtype, as_rows, autocast, dtype_of, in_dtype, op
+from ..runtime.op import ELEMENTWISE, GEMM, acc_dtype, as_rows, autocast, dtype_of, in_dtype, launched, op
 from ..runtime.tiles import check_alike, check_tiles_device, in_tiles
 from . import cost
 from .activation import ACTIVATIONS, GATED, PLAIN, width
@@ -40,13 +42,30 @@ def column_sum(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return x.new_empty(0, dtype=acc) if dtype is None else in_dtype(x.sum(0, dtype=acc), dtype)
 
 
+def row_of_z(x: Tensor, columns: int, activation: str) -> tuple[int, ...]:
+    """Returns the shape of a row of z as ops keep it, for x and a weight of so many rows."""
+    return (2, columns // 2) if activation in GATED and not launched(x) else (columns,)
+
+
+def multiply_into(x: Tensor, w: Tensor, b: Tensor | None, z: Tensor) -> None:
+    """Writes x w' + b, of w [N, K], into z [M, N], or [M, 2, N / 2] of rows of gate and up in turns."""
+    b = None if b is None else in_dtype(b, x.dtype)
+    if z.dim() == 2:
+        matmul.mm(x, w.t(), b, place=z)
+        return
+    for half in range(2):
+        matmul.mm(x, w[half::2].t(), None if b is None else b[half::2], place=z[:, half])
+
+
 def _gate_up(z: Tensor) -> tuple[Tensor, Tensor]:
-    """[M, 2N] -> [M, N], [M, N], in fp32"""
-    return z.to(acc_dtype(z)).unflatten(1, (-1, 2)).unbind(2)
+    """[M, 2N] or [M, 2, N] -> [M, N], [M, N], in fp32"""
+    wide = z.to(acc_dtype(z))
+    gate, up = wide.unbind(1) if z.dim() == 3 else wide.unflatten(1, (-1, 2)).unbind(2)
+    return gate, up
 
 
 def activation_fwd_ref(z: Tensor, activation: str) -> Tensor:
-    """[M, N] -> [M, N];  gated, [M, 2N] -> [M, N]"""
+    """[M, N] -> [M, N];  gated, [M, 2N] or [M, 2, N] -> [M, N]"""
     if activation not in GATED:
         return ACTIVATIONS[activation].forward(z)
     gate, up = _gate_up(z)
@@ -64,7 +83,8 @@ def _dz_ref(dy: Tensor, z: Tensor, activation: str) -> Tensor:
 def activation_bwd_ref(
     dy: Tensor, z: Tensor, activation: str, rebuild: bool, bias: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-> dz like z, db [columns of z] in the dtype ``bias`` (empty if None), act(z) (empty unless ``rebuild``)."""
+    """-> dz [M, N], gated [M, 2N]; db, its columns' sums, in the dtype ``bias`` (empty if None); act(z) (empty unless
+    ``rebuild``)."""
     dz = _dz_ref(dy, z, activation)
     return dz, column_sum(dz, bias), activation_fwd_ref(z, activation) if rebuild else z.new_empty(0)
 
@@ -94,8 +114,8 @@ def linear_dgrad_ref(dy: Tensor, w: Tensor, leaf: int | None = None) -> Tensor:
 def linear_dgrad_act_ref(
     dy: Tensor, w: Tensor, z: Tensor, activation: str, rebuild: bool, bias: torch.dtype | None, fixed: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Through W and then through the activation before it: dy [M, N], w [N, K], z [M, K] (gated [M, 2K]) -> dz like z,
-    db its columns' sums in the dtype ``bias`` or empty, act(z) [M, K] or empty."""
+    """Through W and then through the activation before it: dy [M, N], w [N, K], z [M, K] (gated [M, 2K] or [M, 2, K])
+    -> dz [M, K] (gated [M, 2K]), db its columns' sums in the dtype ``bias`` or empty, act(z) [M, K] or empty."""
     return activation_bwd(matmul.mm(dy, w), z, activation, rebuild=rebuild, bias=bias)
 
 
@@ -135,6 +155,24 @@ def bias_grad_ref(dy: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 # ---- CPU ----
+
+
+def _linear_fwd_cpu(
+    x: Tensor, w: Tensor, b: Tensor | None, activation: str, leaf: int | None = None
+) -> tuple[Tensor, Tensor]:
+    if leaf or activation not in GATED:
+        return linear_fwd_ref(x, w, b, activation, leaf)
+    z = x.new_empty(len(x), 2, len(w) // 2)
+    multiply_into(x, w, b, z)
+    return value_of(z, activation), z
+
+
+def _linear_fwd_fake(
+    x: Tensor, w: Tensor, b: Tensor | None, activation: str, leaf: int | None = None
+) -> tuple[Tensor, Tensor]:
+    row = (len(w),) if leaf else row_of_z(x, len(w), activation)
+    z = x.new_empty(0) if activation == "none" else x.new_empty(len(x), *row)
+    return x.new_empty(len(x), len(w) // width(activation)), z
 
 
 def _activation_bwd_cpu(
@@ -178,7 +216,14 @@ activation_bwd = op(
     cost=activation_bwd_cost,
 )
 linear_fwd = op(
-    linear_fwd_ref, kind=GEMM, launch=linear_fwd_launch, check=_check_fwd, replay=True, cost=cost.linear_fwd_cost
+    linear_fwd_ref,
+    kind=GEMM,
+    launch=linear_fwd_launch,
+    cpu=_linear_fwd_cpu,
+    fake=_linear_fwd_fake,
+    check=_check_fwd,
+    replay=True,
+    cost=cost.linear_fwd_cost,
 )
 linear_dgrad = op(linear_dgrad_ref, kind=GEMM, launch=linear_dgrad_launch, replay=True, cost=cost.linear_dgrad_cost)
 linear_dgrad_act = op(

@@ -1,12 +1,12 @@
-"""Activations on a CPU: plain ones in one pass of torch's, gated ones in runs of elements that stay in a core's cache;
-no element is rounded in a way of its own.
+"""Activations on a CPU: plain ones in one pass of torch's, gated ones in runs of rows that stay in a core's cache; no
+element is rounded in a way of its own.
 
 torch's vectorised loops leave the last elements of a tensor to scalar functions, which round otherwise (sigmoid, erf).
 Which elements are the last depends on how many ranks share a tensor, so each thread's share is padded to whole vectors.
 
-Columns of gate and up (gate, up, gate, up, ..) are taken apart, and put together, as words of two numbers: torch's
-loops are vectorised on words, and not on every second element.  A bf16 number is the upper half of the fp32 number that
-it widens to, and a pair of fp32 numbers is a complex one.
+Gate and up in halves [M, 2, N] are read as they lie.  In pairs (gate, up, gate, up, ..) they are taken apart, and put
+together, as words of two numbers: torch's loops are vectorised on words, and not on every second element.  A bf16
+number is the upper half of the fp32 number that it widens to, and a pair of fp32 numbers is a complex one.
 """
 
 import math
@@ -27,35 +27,37 @@ _LITTLE = sys.byteorder == "little"  # a pair's first number is its word's lower
 
 
 def value_of(z: Tensor, activation: str, y: Tensor | None = None) -> Tensor:
-    """z [M, N] (gated [M, 2N]) -> act(z) [M, N], in ``y`` where that is given, which is contiguous."""
+    """z [M, N] (gated [M, 2N] or [M, 2, N]) -> act(z) [M, N], in ``y`` where that is given, which is contiguous."""
     if activation not in GATED:
         return _in_place_of(y, _cut(ACTIVATIONS[activation].forward(_whole_vectors(z)), z))
     act = ACTIVATIONS[GATED[activation]]
-    y = z.new_empty(len(z), z.shape[1] // 2) if y is None else y
-    for (z_run,), (y_run,) in _runs([z], [y], y.numel()):
-        gate, up = apart(z_run)
-        torch.mul(act.forward(gate)[: len(y_run)], up[: len(y_run)], out=y_run)
+    y = z.new_empty(len(z), z.shape[1:].numel() // 2) if y is None else y
+    for rows in _runs(*y.shape):
+        gate, up = apart(z[rows])
+        torch.mul(_begin(act.forward(gate), up), up, out=y[rows])
     return y
 
 
 def gradient_of(
     dy: Tensor, z: Tensor, activation: str, *, rebuild: bool, dz: Tensor | None = None, y: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """dy [M, N], z [M, N] (gated [M, 2N]) -> dy act'(z) like z, and act(z) with forward's bits (empty unless
-    ``rebuild``), in ``dz`` and ``y`` where these are given, which are contiguous."""
+    """dy [M, N], z [M, N] (gated [M, 2N] or [M, 2, N]) -> dy act'(z) [M, N] (gated [M, 2N], in pairs), and act(z) with
+    forward's bits (empty unless ``rebuild``), in ``dz`` and ``y`` where these are given, which are contiguous."""
     y = z.new_empty(dy.shape if rebuild else 0) if y is None else y
     if activation not in GATED:
         flat, plain = _whole_vectors(z), ACTIVATIONS[activation]
         dz = _in_place_of(dz, _cut(plain.backward(_whole_vectors(dy), flat), z))
         return dz, y.copy_(_cut(plain.forward(flat), z)) if rebuild else y
     act = ACTIVATIONS[GATED[activation]]
-    dz = z.new_empty(z.shape) if dz is None else dz
-    for (dy_run, z_run), (dz_run, *y_run) in _runs([dy, z], [dz, y] if rebuild else [dz], dy.numel()):
-        (gate, up), dy_run = apart(z_run), _widened(dy_run)
-        a = act.forward(gate)
-        store_pairs(act.backward(dy_run * up, gate), a * dy_run, dz_run)
-        for place in y_run:
-            torch.mul(a[: len(place)], up[: len(place)], out=place)
+    dz = z.new_empty(len(z), 2 * dy.shape[1]) if dz is None else dz
+    for rows in _runs(*dy.shape):
+        gate, up = apart(z[rows])
+        dy_run, a = dy[rows].to(acc_dtype(z)), _begin(act.forward(gate), up)
+        if rebuild:
+            torch.mul(a, up, out=y[rows])
+        whole, da = _room(up.shape, z)
+        torch.mul(dy_run, up, out=da)
+        store_pairs(_begin(act.backward(whole, gate), up), a.mul_(dy_run), dz[rows])
     return dz, y
 
 
@@ -83,42 +85,60 @@ def _in_place_of(place: Tensor | None, x: Tensor) -> Tensor:
 # ---- gated, run by run, in fp32 ----
 
 
-def _widened(x: Tensor) -> Tensor:
-    return x.to(acc_dtype(x))
+def _runs(rows: int, columns: int) -> Iterator[slice]:
+    """Yields slices of rows, of about RUN elements together, or of one row; none where there is no element."""
+    threads = torch.get_num_threads()
+    step = max(RUN // max(columns, 1) // threads * threads, 1)
+    return (slice(i, i + step) for i in range(0, rows if columns else 0, step))
 
 
-def _runs(inputs: list[Tensor], outputs: list[Tensor], count: int) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yields inputs and outputs run by run of ``count`` elements of act(z), the last inputs with zeros behind them."""
-    if not count:
-        return
-    flat = [(x.reshape(-1), x.numel() // count) for x in inputs], [(x.view(-1), x.numel() // count) for x in outputs]
-    vectors = VECTORS * torch.get_num_threads()  # gelu gives all threads a share
-    step = max(RUN // vectors, 1) * vectors
-    for start in range(0, count, step):
-        stop = min(start + step, count)
-        read, written = ([x[n * start : n * stop] for x, n in tensors] for tensors in flat)
-        if missing := (start - stop) % vectors:
-            read = [F.pad(x, (0, n * missing)) for x, (_, n) in zip(read, flat[0], strict=True)]
-        yield read, written
+def _room(shape: torch.Size, z: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns new memory of whole vectors in fp32 (fp64 of fp64), [m, N] or flat with zeros behind, and its begin in
+    ``shape``, which is [m, N]."""
+    n, dtype = shape.numel(), acc_dtype(z)
+    missing = -n % (VECTORS * torch.get_num_threads())  # gelu gives all threads a share
+    if not missing:
+        room = z.new_empty(shape, dtype=dtype)
+        return room, room
+    flat = z.new_empty(n + missing, dtype=dtype)
+    flat[n:] = 0
+    return flat, flat[:n].view(shape)
+
+
+def _begin(whole: Tensor, model: Tensor) -> Tensor:
+    """Returns the begin of memory of whole vectors in the shape of ``model``."""
+    return whole if whole.dim() == 2 else whole[: model.numel()].view(model.shape)
 
 
 def apart(z: Tensor) -> tuple[Tensor, Tensor]:
-    """z [2n] -> gate, up [n], new, contiguous and widened to fp32 (fp64 of fp64)."""
+    """z [m, 2N] or [m, 2, N] -> gate in memory of whole vectors, up [m, N], which may be z's own memory.
+
+    torch has another gelu for what is not contiguous: gate is copied in any case.
+    """
+    if z.dim() == 3:
+        whole, gate = _room(z[:, 0].shape, z)
+        gate.copy_(z[:, 0])
+        return whole, z[:, 1]
+    whole, gate = _room(torch.Size((len(z), z.shape[1] // 2)), z)
+    up = torch.empty_like(gate)
     by_word = _LITTLE and z.storage_offset() % 2 == 0
     if by_word and z.dtype == torch.bfloat16:
         pairs = z.view(torch.int32)
-        return (pairs << 16).view(torch.float32), (pairs & -(1 << 16)).view(torch.float32)
-    if by_word and z.dtype == torch.float32:
+        torch.bitwise_left_shift(pairs, 16, out=gate.view(torch.int32))
+        torch.bitwise_and(pairs, -(1 << 16), out=up.view(torch.int32))
+    elif by_word and z.dtype == torch.float32:
         pairs = z.view(torch.int64)
-        return pairs.to(torch.int32).view(torch.float32), (pairs >> 32).to(torch.int32).view(torch.float32)
-    gate, up = _widened(z).view(-1, 2).unbind(1)
-    return gate.contiguous(), up.contiguous()
+        gate.view(torch.int32).copy_(pairs)
+        up.view(torch.int32).copy_(pairs >> 32)
+    else:
+        gate.copy_(z[:, ::2])
+        up.copy_(z[:, 1::2])
+    return whole, up
 
 
 def store_pairs(gate: Tensor, up: Tensor, place: Tensor) -> None:
-    """Stores the first of gate and up, fp32 or fp64, in ``place`` [2n] in turns; at once where nothing is rounded."""
-    gate, up = (x[: len(place) // 2] for x in (gate, up))
+    """Stores gate and up [m, N], fp32 or fp64, in ``place`` [m, 2N] in turns; at once where nothing is rounded."""
     if place.dtype == gate.dtype and place.storage_offset() % 2 == 0:
-        torch.complex(gate, up, out=torch.view_as_complex(place.view(-1, 2)))
+        torch.complex(gate, up, out=torch.view_as_complex(place.unflatten(-1, (-1, 2))))
     else:
-        place.copy_(torch.view_as_real(torch.complex(gate, up)).view(-1))
+        place.copy_(torch.view_as_real(torch.complex(gate, up)).flatten(-2))

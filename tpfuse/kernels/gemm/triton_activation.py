@@ -191,4 +191,4 @@ def with_partials(cost: Cost, rows: int, columns: int) -> Cost:
 
 def activation_bwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
     dy, z, _, _, bias = args
-    return with_partials(least(args, outputs), partial_rows(dy), 0 if bias is None else z.shape[1])
+    return with_partials(least(args, outputs), partial_rows(dy), 0 if bias is None else z.shape[1:].numel())

@@ -25,5 +25,5 @@ heads      of attention_of_heads, over context-parallel ranks
 linear     of gather_linear and linear_exchange
 mlp        of gather_mlp_exchange
 reduce     the sum of dx under the wgrads
-steps      a GEMM into its place, rows gathered or sent piece by piece beside one
+steps      rows gathered or sent piece by piece beside a GEMM
 """

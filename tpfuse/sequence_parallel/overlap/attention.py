@@ -21,6 +21,7 @@ from ...kernels.attn import torch_cpu
 from ...kernels.attn.cpu import BLOCK, Backward, Forward
 from ...kernels.attn.op import attention_bwd, attention_fwd
 from ...kernels.attn.options import Options, scores
+from ...kernels.gemm.op import multiply_into
 from ...kernels.runtime import matmul
 from ...kernels.runtime.op import GEMM, Cost, acc_dtype, new_vector, op
 from ..flight import Flight, pieces
@@ -83,10 +84,10 @@ def gather_attention_exchange_fwd_ref(
     for rows in flight.cut:
         for to in flight.after:
             tiles.attend(to, rows.stop, ahead=True)
-            steps.gemm(rows_of_o[to, rows], w_out, None, flight.outgoing(to, rows))
+            multiply_into(rows_of_o[to, rows], w_out, None, flight.outgoing(to, rows))
             flight.post(to, rows)
     tiles.attend(flight.rank, m, ahead=True)
-    steps.gemm(rows_of_o[flight.rank], w_out, None, flight.received[flight.rank])
+    multiply_into(rows_of_o[flight.rank], w_out, None, flight.received[flight.rank])
     return flight.finish(), qkv, work.o, work.lse
 
 

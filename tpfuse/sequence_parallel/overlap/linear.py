@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from ...kernels.gemm.activation import width
+from ...kernels.gemm.op import row_of_z
 from ...kernels.runtime import matmul
 from ...kernels.runtime.op import GEMM, Cost, new_vector, op
 from ..flight import Flight, pieces
@@ -40,7 +41,8 @@ def gather_linear_bwd_by(
 
 def _gather_linear_fwd_fake(n: Tensor, linear: LinearWeights, group_name: str) -> tuple[Tensor, Tensor]:
     rows, w = steps.row_count(n), linear.w
-    z = n.new_empty(0) if linear.activation == "none" else n.new_empty(rows, len(w))
+    row = row_of_z(n, len(w), linear.activation)
+    z = n.new_empty(0) if linear.activation == "none" else n.new_empty(rows, *row)
     return n.new_empty(rows, len(w) // width(linear.activation)), z
 
 

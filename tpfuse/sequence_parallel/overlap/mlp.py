@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.gemm.op import activation_fwd, linear_dgrad_act
+from ...kernels.gemm.op import activation_fwd, linear_dgrad_act, multiply_into, row_of_z
 from ...kernels.runtime import matmul
 from ...kernels.runtime.op import GEMM, Cost, acc_dtype, new_vector, op
 from ..flight import Flight, pieces
 from ..records import MLP, Run, WeightGrad, run
-from .steps import gather_in_background, gemm, message_cost, present, row_count
+from .steps import gather_in_background, message_cost, present, row_count
 
 
 class MLPBackward(NamedTuple):
@@ -23,7 +23,7 @@ class MLPBackward(NamedTuple):
 
     dp: Tensor  # [R, m, D]
     n: Tensor  # [R, m, D]
-    z: Tensor  # [M, F]
+    z: Tensor  # [M, F], gated on a CPU [M, 2, F / 2]
     a: Tensor | None  # [M, F]
     bias: torch.dtype | None
 
@@ -41,9 +41,9 @@ def _through(incoming: Flight, leaving: Flight, multiply: Callable[[Tensor, int,
 
 
 def gather_mlp_exchange_fwd_ref(n: Tensor, mlp: MLP, keep: bool, group_name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """-> parts [R, m, D], z [M, F], act(z) (empty unless ``keep``)."""
+    """-> parts [R, m, D], z of all rows, act(z) (empty unless ``keep``)."""
     w1, b1, w2, activation = mlp
-    cut, z = pieces(n.shape[1]), n.new_empty(*n.shape[:2], len(w1))
+    cut, z = pieces(n.shape[1]), n.new_empty(*n.shape[:2], *row_of_z(n, len(w1), activation))
     a = n.new_empty(*n.shape[:2], w2.shape[1]) if keep else n.new_empty(0)
     incoming = Flight("gather_mlp_exchange forward (n)", n, n.new_empty(n.shape), group_name, cut=cut)
     parts = torch.empty_like(incoming.received)
@@ -52,9 +52,9 @@ def gather_mlp_exchange_fwd_ref(n: Tensor, mlp: MLP, keep: bool, group_name: str
     incoming.post_all()
 
     def multiply(x: Tensor, tile: int, rows: slice, result: Tensor) -> None:
-        gemm(x, w1, b1, z[tile, rows])
+        multiply_into(x, w1, b1, z[tile, rows])
         places = (a[tile, rows] if keep else w2.new_empty(len(x), w2.shape[1]),)
-        gemm(activation_fwd.write(places, z[tile, rows], activation), w2, None, result)
+        multiply_into(activation_fwd.write(places, z[tile, rows], activation), w2, None, result)
 
     _through(incoming, leaving, multiply)
     incoming.finish()
@@ -82,7 +82,7 @@ def gather_mlp_exchange_bwd_by(
     rows_of_n.post_all()
     z = z.unflatten(0, n.shape[:2])
     acc = None if bias is None else acc_dtype(z)
-    dz, db1 = torch.empty_like(z), new_vector(z, z.shape[-1], acc).zero_()
+    dz, db1 = z.new_empty(*n.shape[:2], len(w1)), new_vector(z, len(w1), acc).zero_()
     act = z.new_empty(*n.shape[:2], w2.shape[1]) if a is None else a.unflatten(0, n.shape[:2])
 
     def multiply(dy: Tensor, tile: int, rows: slice, result: Tensor) -> None:
@@ -101,7 +101,7 @@ def gather_mlp_exchange_bwd_by(
 
 
 def _fwd_fake(n: Tensor, mlp: MLP, keep: bool, group_name: str) -> tuple[Tensor, Tensor, Tensor]:
-    z = n.new_empty(row_count(n), len(mlp.w1))
+    z = n.new_empty(row_count(n), *row_of_z(n, len(mlp.w1), mlp.activation))
     return n.new_empty(n.shape), z, n.new_empty(len(z), mlp.w2.shape[1]) if keep else n.new_empty(0)
 
 

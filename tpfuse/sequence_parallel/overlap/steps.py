@@ -1,21 +1,14 @@
-"""The steps of the overlapped ops: a GEMM into given memory, rows gathered or sent piece by piece under one, and the
-cost of such an op."""
+"""The steps of the overlapped ops: rows gathered or sent piece by piece under a GEMM, and the cost of such an op."""
 
 from typing import Any
 
 from torch import Tensor
 
 from ...kernels.gemm.activation import width
-from ...kernels.gemm.op import activation_fwd
-from ...kernels.runtime import matmul
+from ...kernels.gemm.op import activation_fwd, multiply_into, row_of_z
 from ...kernels.runtime.op import Cost, least, new_vector
 from ..flight import Flight, pieces
 from ..records import LinearWeights
-
-
-def gemm(x: Tensor, w: Tensor, b: Tensor | None, result: Tensor) -> None:
-    """Writes x w' + b into ``result``."""
-    matmul.mm(x, w.t(), None if b is None else b.to(x.dtype), place=result)
 
 
 def gather_in_background(label: str, n: Tensor, group_name: str) -> Flight:
@@ -35,21 +28,21 @@ def multiply_and_send(flight: Flight, x: Tensor, w: Tensor) -> Flight:
     x = x.unflatten(0, (flight.size, len(x) // flight.size))
     for rows in flight.cut:
         for to in flight.after:
-            gemm(x[to, rows], w, None, flight.outgoing(to, rows))
+            multiply_into(x[to, rows], w, None, flight.outgoing(to, rows))
             flight.post(to, rows)
-    gemm(x[flight.rank], w, None, flight.received[flight.rank])
+    multiply_into(x[flight.rank], w, None, flight.received[flight.rank])
     return flight
 
 
 def gather_and_multiply(label: str, n: Tensor, linear: LinearWeights, group_name: str) -> tuple[Tensor, Tensor]:
     """Returns y and z (empty for "none") of all rows; each peer's rows are multiplied as they land."""
     w, b, activation = linear
-    cut, z = pieces(n.shape[1]), n.new_empty(*n.shape[:2], len(w))
+    cut, z = pieces(n.shape[1]), n.new_empty(*n.shape[:2], *row_of_z(n, len(w), activation))
     y = z if activation == "none" else n.new_empty(*n.shape[:2], len(w) // width(activation))
     flight = Flight(label, n, n.new_empty(n.shape), group_name, cut=cut).post_all()
 
     def multiply(x: Tensor, tile: int, rows: slice) -> None:
-        gemm(x, w, b, z[tile, rows])
+        multiply_into(x, w, b, z[tile, rows])
         if z is not y:
             activation_fwd.write((y[tile, rows],), z[tile, rows], activation)
 
