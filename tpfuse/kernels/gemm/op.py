@@ -59,8 +59,8 @@ def multiply_into(x: Tensor, w: Tensor, b: Tensor | None, z: Tensor) -> None:
 
 def _gate_up(z: Tensor) -> tuple[Tensor, Tensor]:
     """[M, 2N] or [M, 2, N] -> [M, N], [M, N], in fp32"""
-    wide = z.to(acc_dtype(z))
-    gate, up = wide.unbind(1) if z.dim() == 3 else wide.unflatten(1, (-1, 2)).unbind(2)
+    widened = z.to(acc_dtype(z))
+    gate, up = widened.unbind(1) if z.dim() == 3 else widened.unflatten(1, (-1, 2)).unbind(2)
     return gate, up
 
 
@@ -161,7 +161,7 @@ def _linear_fwd_cpu(
     x: Tensor, w: Tensor, b: Tensor | None, activation: str, leaf: int | None = None
 ) -> tuple[Tensor, Tensor]:
     if leaf or activation not in GATED:
-        return linear_fwd_ref(x, w, b, activation, leaf)
+        return linear_fwd_ref(x, w, b, activation, leaf=leaf)
     z = x.new_empty(len(x), 2, len(w) // 2)
     multiply_into(x, w, b, z)
     return value_of(z, activation), z

@@ -34,7 +34,7 @@ def value_of(z: Tensor, activation: str, y: Tensor | None = None) -> Tensor:
     y = z.new_empty(len(z), z.shape[1:].numel() // 2) if y is None else y
     for rows in _runs(*y.shape):
         gate, up = apart(z[rows])
-        torch.mul(_begin(act.forward(gate), up), up, out=y[rows])
+        torch.mul(_unpadded(act.forward(gate), up), up, out=y[rows])
     return y
 
 
@@ -52,12 +52,12 @@ def gradient_of(
     dz = z.new_empty(len(z), 2 * dy.shape[1]) if dz is None else dz
     for rows in _runs(*dy.shape):
         gate, up = apart(z[rows])
-        dy_run, a = dy[rows].to(acc_dtype(z)), _begin(act.forward(gate), up)
+        dy_run, a = dy[rows].to(acc_dtype(z)), _unpadded(act.forward(gate), up)
         if rebuild:
             torch.mul(a, up, out=y[rows])
-        whole, da = _room(up.shape, z)
+        padded, da = _padded(up.shape, z)
         torch.mul(dy_run, up, out=da)
-        store_pairs(_begin(act.backward(whole, gate), up), a.mul_(dy_run), dz[rows])
+        store_pairs(_unpadded(act.backward(padded, gate), up), a.mul_(dy_run), dz[rows])
     return dz, y
 
 
@@ -92,7 +92,7 @@ def _runs(rows: int, columns: int) -> Iterator[slice]:
     return (slice(i, i + step) for i in range(0, rows if columns else 0, step))
 
 
-def _room(shape: torch.Size, z: Tensor) -> tuple[Tensor, Tensor]:
+def _padded(shape: torch.Size, z: Tensor) -> tuple[Tensor, Tensor]:
     """Returns new memory of whole vectors in fp32 (fp64 of fp64), [m, N] or flat with zeros behind, and its begin in
     ``shape``, which is [m, N]."""
     n, dtype = shape.numel(), acc_dtype(z)
@@ -105,21 +105,21 @@ def _room(shape: torch.Size, z: Tensor) -> tuple[Tensor, Tensor]:
     return flat, flat[:n].view(shape)
 
 
-def _begin(whole: Tensor, model: Tensor) -> Tensor:
-    """Returns the begin of memory of whole vectors in the shape of ``model``."""
-    return whole if whole.dim() == 2 else whole[: model.numel()].view(model.shape)
+def _unpadded(padded: Tensor, model: Tensor) -> Tensor:
+    """Returns what is no padding, in the shape of ``model``."""
+    return padded if padded.dim() == 2 else padded[: model.numel()].view(model.shape)
 
 
 def apart(z: Tensor) -> tuple[Tensor, Tensor]:
     """z [m, 2N] or [m, 2, N] -> gate in memory of whole vectors, up [m, N], which may be z's own memory.
 
-    torch has another gelu for what is not contiguous: gate is copied in any case.
+    Gate is copied in any case, because torch computes gelu in another way where memory is not contiguous.
     """
     if z.dim() == 3:
-        whole, gate = _room(z[:, 0].shape, z)
+        padded, gate = _padded(z[:, 0].shape, z)
         gate.copy_(z[:, 0])
-        return whole, z[:, 1]
-    whole, gate = _room(torch.Size((len(z), z.shape[1] // 2)), z)
+        return padded, z[:, 1]
+    padded, gate = _padded(torch.Size((len(z), z.shape[1] // 2)), z)
     up = torch.empty_like(gate)
     by_word = _LITTLE and z.storage_offset() % 2 == 0
     if by_word and z.dtype == torch.bfloat16:
@@ -133,7 +133,7 @@ def apart(z: Tensor) -> tuple[Tensor, Tensor]:
     else:
         gate.copy_(z[:, ::2])
         up.copy_(z[:, 1::2])
-    return whole, up
+    return padded, up
 
 
 def store_pairs(gate: Tensor, up: Tensor, place: Tensor) -> None:
