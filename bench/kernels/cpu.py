@@ -72,8 +72,8 @@ def forms_pair(dtype: torch.dtype, rows: int) -> Pair | None:
 
 
 def swiglu_pair(dtype: torch.dtype) -> Pair:
-    z, dy = torch.randn(S * B, 2 * FFN).to(dtype), torch.randn(S * B, FFN).to(dtype)
-    gate, up = (x.contiguous() for x in z.view(-1, FFN, 2).unbind(2))
+    z, dy = torch.randn(S * B, 2, FFN).to(dtype), torch.randn(S * B, FFN).to(dtype)
+    gate, up = (x.contiguous() for x in z.unbind(1))
 
     def ours():
         dz, _, y = activation_bwd(dy, z, "swiglu", rebuild=True, bias=None)

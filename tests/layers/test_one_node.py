@@ -11,7 +11,7 @@ from tests.common import make_tp
 from tests.planted import planted
 from tpfuse import TensorParallel
 from tpfuse.kernels import replay
-from tpfuse.kernels.gemm.op import activation_bwd, activation_fwd, linear_dgrad_act
+from tpfuse.kernels.gemm.op import activation_bwd, activation_fwd, linear_dgrad_act, linear_fwd
 from tpfuse.kernels.runtime.philox import make_rng
 from tpfuse.layers import Normed, Rope, TransformerBlock, one_node
 from tpfuse.tools.ledger import saved_bytes
@@ -203,7 +203,7 @@ def test_a_replay_of_the_whole_block(monkeypatch, kind, frozen):
         monkeypatch.setattr(function, "guarded", {})
     # a CPU's masks are made in NumPy, its gelu_tanh has a constant and its pairs of gate and up are words: a tape holds
     # none of these
-    for op in activation_fwd, activation_bwd, linear_dgrad_act:
+    for op in activation_fwd, activation_bwd, linear_dgrad_act, linear_fwd:
         monkeypatch.setattr(op, "cpu", op.reference)
     options = dict(dropout=0.0, attention_dropout=0.0, activation=KINDS[kind].get("activation", "relu"))
     for seed in range(3):

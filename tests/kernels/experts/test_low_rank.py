@@ -8,6 +8,7 @@ from tests.kernels.experts.test_grouped import choices
 from tpfuse.kernels.experts.grouped import experts_dact, experts_down, experts_dx, experts_up, experts_wgrad
 from tpfuse.kernels.experts.low_rank import LowRank, adapted_dact, adapted_down, adapted_dx, adapted_up
 from tpfuse.kernels.experts.records import ExpertOrder, Sides
+from tpfuse.kernels.gemm.op import in_pairs
 
 M, D, F, E, K, RANK = 13, 24, 11, 4, 2, 3
 
@@ -40,7 +41,6 @@ def test_sums_and_gradients_are_those_of_the_merged_weight(kind, both):
     ours += adapted_dact(dy, rows, w2, p2, z=z, weights=g, activation=act)
     ours += (adapted_dx(dz, places, w1, p1, count=n, room=2),)
     exact = z, a, experts_down(a, places, m2, g, count=n + 1), dz, ga, dg, experts_dx(dz, places, m1, n, room=2)
-    in_pairs = lambda t: t.mT.flatten(1) if t.dim() == 3 else t  # z
     assert max(error(in_pairs(a), in_pairs(b)) for a, b in zip(ours, exact, strict=True)) < 1e-13
     for work, p in zip((Sides(dz, x, order.offsets, x_index=rows.row_index),) * both, pairs, strict=False):
         dw = experts_wgrad(work, torch.float64)

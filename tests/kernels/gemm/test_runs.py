@@ -32,7 +32,7 @@ def test_pairs_keep_their_bits(dtype, offset):
     gate = gate[:66].view(3, 22)
     assert torch.equal(bits(gate), bits(wide[:, ::2])) and torch.equal(bits(up), bits(wide[:, 1::2]))
     for place in (torch.empty_like(z), torch.empty(1 + z.numel(), dtype=dtype)[1:].view(3, 44)):
-        store_pairs(gate, up, place)
+        store_pairs(gate.clone(), up.clone(), place)
         assert torch.equal(bits(place), bits(z))
     gate.zero_(), up.zero_()
     assert wide.flatten()[len(SPECIAL) :].abs().sum() > 0  # they are new

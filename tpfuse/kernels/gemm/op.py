@@ -16,6 +16,7 @@ two, of which the last may be narrower, and 0 stands for one leaf at every split
 for ops that contract no split dimension, fix the size of a tile, and so the order of every sum, whatever M and N are.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,10 +58,14 @@ def multiply_into(x: Tensor, w: Tensor, b: Tensor | None, z: Tensor) -> None:
         matmul.mm(x, w[half::2].t(), None if b is None else b[half::2], place=z[:, half])
 
 
+def in_pairs(z: Tensor) -> Tensor:
+    """[M, 2N] or [M, 2, N] -> [M, 2N]"""
+    return z.mT.flatten(1) if z.dim() == 3 else z
+
+
 def _gate_up(z: Tensor) -> tuple[Tensor, Tensor]:
     """[M, 2N] or [M, 2, N] -> [M, N], [M, N], in fp32"""
-    widened = z.to(acc_dtype(z))
-    gate, up = widened.unbind(1) if z.dim() == 3 else widened.unflatten(1, (-1, 2)).unbind(2)
+    gate, up = in_pairs(z).to(acc_dtype(z)).unflatten(1, (-1, 2)).unbind(2)
     return gate, up
 
 
@@ -248,15 +253,20 @@ bias_grad = op(bias_grad_ref, kind=ELEMENTWISE, launch=bias_grad_launch, replay=
 # ---- in tiles of rows ----
 
 
-def check_tiles(x: Tensor, w: Tensor, b: Tensor | None, activation: str, tile: int) -> None:
-    """Raises an error where linear_fwd in tiles of so many rows is not built for x, or does not treat rows alike."""
+def check_tiles(
+    x: Tensor, w: Tensor, b: Tensor | None, activation: str, *, tile: int, forward: Callable[..., Any] | None = None
+) -> None:
+    """Raises an error where linear_fwd, or ``forward``, which computes it by leaves, is not built for x in tiles of so
+    many rows, or does not treat rows alike."""
     check_tiles_device("linear", x)
+    multiply, form = (linear_fwd, "") if forward is None else (forward, " by leaves")
 
     def alike(rows: Tensor, weight: Tensor) -> Tensor:
         bias = None if b is None else weight[:, 0].to(b.dtype) * 2.0**-14  # about what rounding leaves of the sums
-        return linear_fwd(rows, weight, bias, activation)[0]
+        product: Tensor = multiply(rows, weight, bias, activation)[0]
+        return product
 
-    check_alike(f"linear with {activation}{' and a bias' * (b is not None)}", alike, tile, w)
+    check_alike(f"linear{form} with {activation}{' and a bias' * (b is not None)}", alike, tile, w)
 
 
 def linear_fwd_tiles(

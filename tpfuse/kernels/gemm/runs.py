@@ -111,14 +111,15 @@ def _unpadded(padded: Tensor, model: Tensor) -> Tensor:
 
 
 def apart(z: Tensor) -> tuple[Tensor, Tensor]:
-    """z [m, 2N] or [m, 2, N] -> gate in memory of whole vectors, up [m, N], which may be z's own memory.
+    """z [m, 2N] or [m, 2, N] -> gate and up [m, N] in fp32 (fp64 of fp64): gate in memory of whole vectors, up perhaps
+    in z's own.
 
     Gate is copied in any case, because torch computes gelu in another way where memory is not contiguous.
     """
     if z.dim() == 3:
         padded, gate = _padded(z[:, 0].shape, z)
         gate.copy_(z[:, 0])
-        return padded, z[:, 1]
+        return padded, z[:, 1].to(gate.dtype)
     padded, gate = _padded(torch.Size((len(z), z.shape[1] // 2)), z)
     up = torch.empty_like(gate)
     by_word = _LITTLE and z.storage_offset() % 2 == 0
@@ -137,8 +138,14 @@ def apart(z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def store_pairs(gate: Tensor, up: Tensor, place: Tensor) -> None:
-    """Stores gate and up [m, N], fp32 or fp64, in ``place`` [m, 2N] in turns; at once where nothing is rounded."""
-    if place.dtype == gate.dtype and place.storage_offset() % 2 == 0:
+    """Stores gate and up [m, N], fp32 or fp64, in ``place`` [m, 2N] in turns, and may overwrite both."""
+    by_word = place.storage_offset() % 2 == 0
+    if by_word and place.dtype == gate.dtype:
         torch.complex(gate, up, out=torch.view_as_complex(place.unflatten(-1, (-1, 2))))
+    elif by_word and _LITTLE and place.dtype == torch.bfloat16:
+        rounded = up.to(place.dtype)
+        upper = up.copy_(rounded).view(torch.int32)
+        lower = gate.view(torch.int32).copy_(rounded.copy_(gate).view(torch.uint16))
+        torch.bitwise_or(lower, upper, out=place.view(torch.int32))
     else:
         place.copy_(torch.view_as_real(torch.complex(gate, up)).flatten(-2))

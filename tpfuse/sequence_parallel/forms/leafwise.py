@@ -56,12 +56,12 @@ def column_fwd(x: Tensor, linear: LinearWeights, leaf: int, tile: int) -> tuple[
         y, z = gemm.linear_fwd(x, w, b, activation, leaf=0)
         return y, z
     for n in {leaf, len(w) % leaf or leaf} if tile else ():  # the last leaf may be narrower
-        gemm.check_tiles(x, w[:n], b, activation, tile=tile)
-    return in_tiles(lambda rows: _column_fwd(rows, linear, leaf), x, tile)
+        forward = lambda *args: _column_fwd(*args, leaf=n)  # noqa: B023
+        gemm.check_tiles(x, w[:n], b, activation, tile=tile, forward=forward)
+    return in_tiles(lambda rows: _column_fwd(rows, w, b, activation, leaf=leaf), x, tile)
 
 
-def _column_fwd(x: Tensor, linear: LinearWeights, leaf: int) -> tuple[Tensor, ...]:
-    w, b, activation = linear
+def _column_fwd(x: Tensor, w: Tensor, b: Tensor | None, activation: str, *, leaf: int) -> tuple[Tensor, ...]:
     z = _COLUMN_FWD(x, w, b, leaf)
     return (z, z.new_empty(0)) if activation == "none" else (gemm.activation_fwd(z, activation), z)
 
