@@ -127,7 +127,7 @@ def _unlike(world, what):
         if world.rank == 1 and what == "threads":
             patch.setattr(torch, "get_num_threads", lambda: threads + 1)
         elif world.rank == 1:
-            patch.setitem(processor.LIMITS, what, "AVX2")
+            patch.setitem(processor.LIMITS, what, "another")
         TensorParallel(world.group)  # whose sums are those of its ranks anyway
         return threads, [
             _raised(lambda: TensorParallel(world.group, bitwise=2)),
@@ -139,7 +139,8 @@ def _unlike(world, what):
 @pytest.mark.parametrize("what", ["threads", "MKL_ENABLE_INSTRUCTIONS"])
 def test_ranks_whose_sums_have_other_orders(what, ranks):
     for threads, errors in ranks(2, _unlike, what):
-        values = f"rank 0: {threads}; rank 1: {threads + 1}" if what == "threads" else "rank 0: None; rank 1: 'AVX2'"
+        values = f"rank 0: {processor.LIMITS.get(what)!r}; rank 1: 'another'"
+        values = f"rank 0: {threads}; rank 1: {threads + 1}" if what == "threads" else values
         axes = zip(("TensorParallel", "GPT", "data_parallel"), ("tensor", "data", "data"), strict=True)
         for error, (name, axis) in zip(errors, axes, strict=True):
             assert f"{name}: {what} must be the same on every {axis}-parallel rank, got {values}" in error

@@ -123,9 +123,11 @@ def fresh(world, config, seed):
 
 @pytest.mark.parametrize("config", [GPT_CONFIG, config_of("llama", 2)], ids=["gpt", "llama"])
 def test_a_fresh_adapter_changes_nothing_and_does_not_know_the_split(ranks, config):
-    """2 kv heads over 4 ranks are another layout of the weights, and of A it is not."""
+    """2 kv heads over 4 ranks are another layout of the weights, and of A it is not.  A gated product with an adapter is
+    one GEMM in place of two (kernels/gemm/op.py), which may add in another order."""
+    alike = lambda a, b: torch.equal(a, b) or config.gated and error(a, b) < 1e-15
     start, adapted, plain = fresh(None, config, 5)
-    assert torch.equal(adapted, plain) and len(start) == 8
+    assert alike(adapted, plain) and len(start) == 8
     stds = {name: a.std().item() * (3 * a.shape[-1]) ** 0.5 for name, a in start.items()}
     assert all(0.7 < s < 1.3 for s in stds.values()), stds
     assert not any(
@@ -134,7 +136,7 @@ def test_a_fresh_adapter_changes_nothing_and_does_not_know_the_split(ranks, conf
     for R in (2, 4):
         for got, adapted, plain in ranks(R, fresh, config, 5):
             assert_equal(got, start)
-            assert torch.equal(adapted, plain)
+            assert alike(adapted, plain)
 
 
 def merged(world, config, sp, start=False):

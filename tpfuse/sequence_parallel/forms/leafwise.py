@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.gemm import op as gemm
-from ...kernels.gemm.activation import width
+from ...kernels.gemm.activation import GATED, width
 from ...kernels.runtime.leaves import split_columns, tree_of_new
 from ...kernels.runtime.op import launched
 from ...kernels.runtime.shortcut import Shortcut
@@ -46,7 +46,22 @@ def _linear_by_leaves(x: Tensor, w: Tensor, b: Tensor | None, leaf: int) -> Tens
     return _side_by_side(_linear(x, w_v, b_v, leaf) for w_v, b_v in zip(weights, biases, strict=True))
 
 
+def _halves(x: Tensor, w: Tensor, b: Tensor | None, leaf: int) -> Tensor:
+    """Returns z [M, 2, N / 2] of rows of gate and up in turns, as a CPU keeps it (kernels/gemm/op.py)."""
+    z = x.new_empty(len(x), 2, len(w) // 2)
+    gemm.multiply_into(x, w, b, z)
+    return z
+
+
+def _halves_by_leaves(x: Tensor, w: Tensor, b: Tensor | None, leaf: int) -> Tensor:
+    biases = [None if b is None else b[half::2] for half in range(2)]
+    return torch.stack(
+        [_linear_by_leaves(x, w[i::2].contiguous(), bias, leaf // 2) for i, bias in enumerate(biases)], 1
+    )
+
+
 _COLUMN_FWD = Shortcut(_linear_by_leaves, _linear, _linear)
+_GATED_FWD = Shortcut(_halves_by_leaves, _halves, _linear)
 
 
 def column_fwd(x: Tensor, linear: LinearWeights, leaf: int, tile: int) -> tuple[Tensor, ...]:
@@ -62,7 +77,7 @@ def column_fwd(x: Tensor, linear: LinearWeights, leaf: int, tile: int) -> tuple[
 
 
 def _column_fwd(x: Tensor, w: Tensor, b: Tensor | None, activation: str, *, leaf: int) -> tuple[Tensor, ...]:
-    z = _COLUMN_FWD(x, w, b, leaf)
+    z = (_GATED_FWD if activation in GATED else _COLUMN_FWD)(x, w, b, leaf)
     return (z, z.new_empty(0)) if activation == "none" else (gemm.activation_fwd(z, activation), z)
 
 
