@@ -123,8 +123,8 @@ def fresh(world, config, seed):
 
 @pytest.mark.parametrize("config", [GPT_CONFIG, config_of("llama", 2)], ids=["gpt", "llama"])
 def test_a_fresh_adapter_changes_nothing_and_does_not_know_the_split(ranks, config):
-    """2 kv heads over 4 ranks are another layout of the weights, and of A it is not.  A gated product with an adapter is
-    one GEMM in place of two (kernels/gemm/op.py), which may add in another order."""
+    """2 kv heads over 4 ranks are another layout of the weights, and of A it is not.  With an adapter a gated product
+    is one GEMM in place of two (kernels/gemm/op.py), which may add in another order."""
     alike = lambda a, b: torch.equal(a, b) or config.gated and error(a, b) < 1e-15
     start, adapted, plain = fresh(None, config, 5)
     assert alike(adapted, plain) and len(start) == 8
