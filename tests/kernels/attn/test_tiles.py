@@ -35,8 +35,9 @@ def test_it_is_attention(name):
 
 
 def test_gradients():
-    options = Options(batch=2, seq=3, scale=0.4, causal=True, rng=RNG, p=0.3, leaves=2, tile=2)
-    assert torch.autograd.gradcheck(lambda x: attend(x, options), qkv_of(2, 3).requires_grad_())
+    """In tiles of 12: with AVX2 alone, and with SSE4, those of 4 and of 2 have rows of unequal bits, which is refused."""
+    options = Options(batch=2, seq=13, scale=0.4, causal=True, rng=RNG, p=0.3, leaves=2, tile=12)
+    assert torch.autograd.gradcheck(lambda x: attend(x, options), qkv_of(2, 13).requires_grad_(), fast_mode=True)
 
 
 def test_a_document_is_as_alone():
