@@ -35,7 +35,7 @@ def test_it_is_attention(name):
 
 
 def test_gradients():
-    """In tiles of 12: with AVX2 alone those of 4, and with SSE4 those of 2, have rows of unequal bits, which is refused."""
+    """In tiles of 12: those of 4 with AVX2 alone, and of 2 with SSE4, have rows of unequal bits and are refused."""
     options = Options(batch=2, seq=13, scale=0.4, causal=True, rng=RNG, p=0.3, leaves=2, tile=12)
     assert torch.autograd.gradcheck(lambda x: attend(x, options), qkv_of(2, 13).requires_grad_(), fast_mode=True)
 
