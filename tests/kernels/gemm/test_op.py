@@ -1,6 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.activations import ACT2FN
 
 from tests.kernels import common
@@ -192,6 +193,17 @@ def test_non_contiguous():
 @ACTIVATION
 def test_compile(activation):
     common.assert_compiles(ours(activation), *(leaf(*s, dtype=FP32) for s in ((3, 5), (4, 5), (4,))))
+
+
+@pytest.mark.parametrize("activation", ["none", "gelu", "swiglu"])
+def test_one_graph_for_any_number_of_rows(activation):
+    """Fake results keep a symbolic size, which len() would make a number."""
+    counted = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda x, w: linear(x, w, None, activation), fullgraph=True, dynamic=True, backend=counted)
+    w = leaf(10, 6)
+    for rows in 4, 5, 9, 17:
+        compiled(torch.randn(rows, 6), w).sum().backward()
+    assert counted.frame_count == 1
 
 
 def test_compile_under_autocast():

@@ -63,7 +63,7 @@ def _bwd_fake(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, options: Options)
 
 
 def _decode_fake(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions) -> Tensor:
-    return q.new_empty(len(q), q[0].numel())
+    return q.new_empty(q.shape[0], q.shape[1:].numel())
 
 
 def _of_queries_fwd_fake(q: Tensor, chunk: QueryChunk, options: Options) -> tuple[Tensor, Tensor]:

@@ -38,15 +38,15 @@ from .records import ExpertOrder, ExpertRows, Sides
 
 
 def _up_fake(x: Tensor, rows: ExpertRows, w1: Tensor, activation: str, tile: int = 0) -> tuple[Tensor, Tensor]:
-    n, N = len(x if rows.row_index is None else rows.row_index), w1.shape[1]
+    n, N = (x if rows.row_index is None else rows.row_index).shape[0], w1.shape[1]
     return x.new_empty(n, *row_of_z(x, N, activation)), x.new_empty(n, N // 2)
 
 
 def _dact_fake(
     dy: Tensor, rows: ExpertRows, w2: Tensor, z: Tensor, weights: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    F = w2.shape[2]
-    return z.new_empty(len(z), 2 * F), z.new_empty(len(z), F), z.new_empty(len(z), dtype=acc_dtype(z))
+    n, F = z.shape[0], w2.shape[2]
+    return z.new_empty(n, 2 * F), z.new_empty(n, F), z.new_empty(n, dtype=acc_dtype(z))
 
 
 experts_up = op(

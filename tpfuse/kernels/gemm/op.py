@@ -175,9 +175,10 @@ def _linear_fwd_cpu(
 def _linear_fwd_fake(
     x: Tensor, w: Tensor, b: Tensor | None, activation: str, leaf: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    row = (len(w),) if leaf else row_of_z(x, len(w), activation)
-    z = x.new_empty(0) if activation == "none" else x.new_empty(len(x), *row)
-    return x.new_empty(len(x), len(w) // width(activation)), z
+    (rows, _), (columns, _) = x.shape, w.shape  # len() of a symbolic size would make it a number
+    row = (columns,) if leaf else row_of_z(x, columns, activation)
+    z = x.new_empty(0) if activation == "none" else x.new_empty(rows, *row)
+    return x.new_empty(rows, columns // width(activation)), z
 
 
 def _activation_bwd_cpu(

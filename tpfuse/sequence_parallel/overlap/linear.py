@@ -92,7 +92,7 @@ def linear_exchange_bwd_by(run: Run, dp: Tensor, x: Tensor, w: Tensor, group_nam
 
 
 def _linear_exchange_fwd_fake(x: Tensor, w: Tensor, size: int, group_name: str) -> Tensor:
-    return x.new_empty(size, len(x) // size, len(w))
+    return x.new_empty(size, x.shape[0] // size, len(w))
 
 
 def _linear_exchange_bwd_fake(dp: Tensor, x: Tensor, w: Tensor, group_name: str) -> tuple[Tensor, Tensor]:

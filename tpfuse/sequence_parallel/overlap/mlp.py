@@ -102,7 +102,7 @@ def gather_mlp_exchange_bwd_by(
 
 def _fwd_fake(n: Tensor, mlp: MLP, keep: bool, group_name: str) -> tuple[Tensor, Tensor, Tensor]:
     z = n.new_empty(row_count(n), *row_of_z(n, len(mlp.w1), mlp.activation))
-    return n.new_empty(n.shape), z, n.new_empty(len(z), mlp.w2.shape[1]) if keep else n.new_empty(0)
+    return n.new_empty(n.shape), z, n.new_empty(z.shape[0], mlp.w2.shape[1]) if keep else n.new_empty(0)
 
 
 def _bwd_fake(inputs: MLPBackward, mlp: MLP, group_name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:

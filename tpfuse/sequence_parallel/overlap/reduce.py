@@ -101,7 +101,7 @@ def _fake(w: Tensor, work: WeightGrad, second: Second, group: Group) -> tuple[Te
         dw2 = dy.new_empty(0)
     else:
         dw2 = w.new_empty(second.dy.shape[1], second.x.shape[1])
-    return dy.new_empty(len(dy), w.shape[1]), w.new_empty(w.shape), new_vector(dy, len(w), work.bias), dw2
+    return dy.new_empty(dy.shape[0], w.shape[1]), w.new_empty(w.shape), new_vector(dy, len(w), work.bias), dw2
 
 
 def _cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
