@@ -202,7 +202,7 @@ def test_one_graph_for_any_number_of_rows(activation):
     compiled = torch.compile(lambda x, w: linear(x, w, None, activation), fullgraph=True, dynamic=True, backend=counted)
     w = leaf(10, 6)
     for rows in 4, 5, 9, 17:
-        compiled(torch.randn(rows, 6), w).sum().backward()
+        compiled(torch.randn(rows, 6, dtype=w.dtype), w).sum().backward()
     assert counted.frame_count == 1
 
 
