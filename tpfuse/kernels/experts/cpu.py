@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..gemm.runs import gradient_of, value_of
 from ..runtime import matmul
-from ..runtime.op import acc_dtype, row_blocks
+from ..runtime.op import acc_dtype, launched, row_blocks
 from .records import ExpertRows, Sides
 from .reference import (
     ALIGNED,
@@ -19,6 +19,7 @@ from .reference import (
     experts_down_ref,
     experts_dx_ref,
     experts_up_in_halves,
+    experts_up_ref,
     experts_wgrad_ref,
 )
 
@@ -55,6 +56,8 @@ def _placed(x: Tensor, rows: ExpertRows, count: int, room: int) -> Tensor:
 
 @torch.no_grad()
 def experts_up_cpu(x: Tensor, rows: ExpertRows, w1: Tensor, activation: str, tile: int = 0) -> tuple[Tensor, Tensor]:
+    if launched(x):
+        return experts_up_ref(x, rows, w1, activation, tile=tile)
     ordered = _in_order(x, rows.row_index)
     z = x.new_empty(len(ordered), 2, w1.shape[1] // 2)
     if tile or not _begin_lines(ordered, z.flatten(0, 1), w1.flatten(0, 1)):

@@ -165,9 +165,10 @@ def bias_grad_ref(dy: Tensor, dtype: torch.dtype) -> Tensor:
 def _linear_fwd_cpu(
     x: Tensor, w: Tensor, b: Tensor | None, activation: str, leaf: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    if leaf or activation not in GATED:
+    row = row_of_z(x, len(w), activation)
+    if leaf or len(row) == 1:
         return linear_fwd_ref(x, w, b, activation, leaf=leaf)
-    z = x.new_empty(len(x), 2, len(w) // 2)
+    z = x.new_empty(len(x), *row)
     multiply_into(x, w, b, z)
     return value_of(z, activation), z
 

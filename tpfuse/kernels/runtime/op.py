@@ -1,8 +1,8 @@
 """One op = one schema, a plain-torch reference and, where there is one, a Triton launcher.  PyTorch picks by device.
 
 ``Library`` with an ``autograd.Function`` on top, rather than ``custom_op``: half the overhead a call, and the Function
-may pick what it saves.  Both trace with ``fullgraph=True``.  The namespace carries the library's version, so that a
-compiled graph in a disk cache never outlives the fake kernels it was traced with.
+may pick what it saves.  Both trace with ``fullgraph=True``.  The namespace carries the library's version and RESULTS,
+so that a compiled graph in a disk cache never outlives the fake kernels it was traced with.
 
 Arguments that belong together travel as a record, a NamedTuple named in the reference's signature.  torch's schemas
 know no records: here, and only here, one is spelled out into its fields (``mask: Mask`` becomes ``mask_rng, mask_p,
@@ -25,7 +25,8 @@ from ..replay.calls import LAUNCHED
 from .leaves import tree
 from .main_grad import cast
 
-NAMESPACE = "tpfuse_" + __version__.replace(".", "_").replace("+", "_")
+RESULTS = 2  # raised with each change of what an op returns within a version
+NAMESPACE = "tpfuse_" + f"{__version__}_{RESULTS}".replace(".", "_").replace("+", "_")
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 OPS: dict[str, "Op"] = {}  # by name
 R = typing.TypeVar("R", bound=tuple[Any, ...])  # a record
