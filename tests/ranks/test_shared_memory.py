@@ -1,8 +1,10 @@
 """Messages through shared memory: gloo's values, no waiting for who is gone, an error for other calls, and gloo where
 one rank cannot."""
 
+import errno
 import glob
 import os
+import pathlib
 import platform
 import signal
 import time
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from tests.pool import Pool, RankFailed
 from tpfuse.collectives import all_gather, all_gather_copies, all_to_all, exchange_rows
 from tpfuse.ranks import shared_memory as memory
+from tpfuse.ranks import turns
 from tpfuse.ranks.shared_memory import shared_memory
 from tpfuse.ranks.turns import ROOM
 
@@ -283,3 +286,14 @@ def forked(world):
 
 def test_a_forked_child_leaves_nothing(ranks):
     assert ranks(2, forked) == [[0, 0]] * 2
+
+
+def test_a_rank_without_free_files_takes_no_other_for_ended(monkeypatch):
+    """Too many open files say nothing of another process."""
+
+    def read_text(path, *args):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    assert turns._ended(2**22 + 1) and not turns._ended(os.getpid())
+    monkeypatch.setattr(pathlib.Path, "read_text", read_text)
+    assert not turns._ended(os.getpid())

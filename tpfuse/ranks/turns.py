@@ -128,5 +128,7 @@ def _ended(pid: int) -> bool:
     """Returns whether a process is no more, or is only waiting for its parent to notice."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return True
+    except OSError:  # as where this process has too many files open, which says nothing of the other
+        return False

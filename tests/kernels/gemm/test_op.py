@@ -206,6 +206,28 @@ def test_one_graph_for_any_number_of_rows(activation):
     assert counted.frame_count == 1
 
 
+class Gated(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(10, 6))
+
+    def forward(self, x):
+        return linear(x, self.weight, None, "swiglu")
+
+
+def test_an_exported_graph_runs_with_gradients_on():
+    """It calls the op itself, whose products go into their places."""
+    module, x = Gated(), torch.randn(4, 6)
+    exported = torch.export.export(module, (x,)).module()
+    assert torch.equal(exported(x), module(x))
+
+
+def test_tiles_compile():
+    x, w = torch.randn(8, 24), torch.randn(10, 24)
+    tiled = lambda x, w: linear(x, w, None, "gelu", tile=12)
+    assert torch.equal(torch.compile(tiled, backend="aot_eager", fullgraph=True)(x, w), tiled(x, w))
+
+
 def test_compile_under_autocast():
     with torch.autocast("cpu", BF16):
         common.assert_compiles(ours("gelu_tanh"), *(leaf(*s, dtype=FP32) for s in ((3, 5), (4, 5), (4,))))

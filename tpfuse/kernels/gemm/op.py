@@ -48,6 +48,7 @@ def row_of_z(x: Tensor, columns: int, activation: str) -> tuple[int, ...]:
     return (2, columns // 2) if activation in GATED and not launched(x) else (columns,)
 
 
+@torch.no_grad()  # an exported graph calls ops with gradients on, and places of products take none
 def multiply_into(x: Tensor, w: Tensor, b: Tensor | None, z: Tensor) -> None:
     """Writes x w' + b, of w [N, K], into z [M, N], or [M, 2, N / 2] of rows of gate and up in turns."""
     b = None if b is None else in_dtype(b, x.dtype)
