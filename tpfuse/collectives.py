@@ -37,6 +37,7 @@ from .parallel import TensorParallel, resolve
 from .ranks import gloo
 from .ranks.agreement import agreement_of, comparable, gather_number
 from .ranks.failure import named
+from .ranks.messages import channel
 from .ranks.shared_memory import SharedMemory, shared_memory
 
 # ---- the messages everything is made of: opaque ops, so that compiled graphs keep their order ----
@@ -229,6 +230,8 @@ def _collective(
             name = f"{forward.__name__.strip('_')}, backward {adjoint.__name__.strip('_')}"
             agreement_of(group, name, each_call=False, axis=tp.axis)(group, dict(x=x, dim=dim, size=size), {})
             agreed.add(key)
+        elif links := channel(group):
+            links.threads.enter()
     return _LinearMap.apply(x, forward, adjoint, tp, dim)
 
 

@@ -3,9 +3,12 @@
 import threading
 
 import pytest
+import torch
 
 from tests.common import make_tp
 from tests.models.common import STEP_CONFIG, batch
+from tpfuse import collectives
+from tpfuse.collectives import all_gather, reduce
 from tpfuse.models import GPT
 
 CALL = batch(STEP_CONFIG)
@@ -96,3 +99,35 @@ def test_overlapping_calls_are_named(ranks, in_backward, backward):
         ]
         * 2
     )
+
+
+def in_a_collective(world):
+    """-> the error of a collective of a kind that has been compared while another thread is in one"""
+    tp, reached, wait = make_tp(world, False), threading.Event(), threading.Event()
+    x = torch.ones(3)
+    reduce(x, tp)
+
+    def held(y, *args):
+        reached.set()
+        wait.wait(60)
+        return all_gather(y, *args)
+
+    collectives.all_gather = held
+    try:
+        other = Thread(lambda: reduce(x, tp))()
+        assert reached.wait(60), other.error
+        with pytest.raises(RuntimeError) as caught:
+            reduce(x, tp)
+    finally:
+        wait.set()
+        collectives.all_gather = all_gather
+    assert other.end() is None
+    return reduce(x, tp).tolist(), str(caught.value)
+
+
+def test_overlapping_collectives_are_named(ranks):
+    said = (
+        "thread 'MainThread' is in reduce while thread 'another' is in reduce, over the same ranks: these know messages"
+        " by their order alone, so one thread at a time calls them"
+    )
+    assert ranks(2, in_a_collective) == [([2.0] * 3, said)] * 2

@@ -115,8 +115,8 @@ def raise_everywhere(error: Exception | None, groups: Sequence[dist.ProcessGroup
         raise_together(error, groups, call=call)
 
 
-def _compare(links: Channel, header: Header, values: Mapping[str, Described]) -> None:
-    tables: list[Mapping[str, Described]] = gather(dict(values), links, call=header.name)
+def _compare(links: Channel, header: Header, values: Mapping[str, Described], detail: str = "") -> None:
+    tables: list[Mapping[str, Described]] = gather(dict(values), links, call=header.name, detail=detail)
     absent = Described("not given")
     keys = dict.fromkeys(key for table in tables for key in table)
     columns = {key: [table.get(key, absent) for table in tables] for key in keys}
@@ -214,7 +214,9 @@ class Agreement:
                 return False
             call = {**arguments, **modes, **state()}
             call |= {key: _kind(call[key]) for key in self.different if key in call}
-            _compare(links, self.header, {k: described(v, floats=self.floats) for k, v in call.items()})
+            values = {key: described(value, floats=self.floats) for key, value in call.items()}
+            new = ", ".join(f"{key} {values[key].text}" for key in arguments)
+            _compare(links, self.header, values, f", for the first time with {new}")
             self._digests[_kinds(arguments, modes)] = digest(_kinds(arguments, modes))
             return True
 

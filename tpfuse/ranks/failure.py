@@ -6,6 +6,7 @@ that.  The note stands in the store that the process group was made with.
 
 import contextlib
 import functools
+import multiprocessing.util
 import sys
 from collections.abc import Iterator
 from types import TracebackType
@@ -41,16 +42,33 @@ def named(label: str, group: dist.ProcessGroup) -> Iterator[None]:
 
 @functools.cache
 def note_failures() -> None:
-    """Makes an exception that ends this process leave a note, before it is printed as ever."""
+    """Makes an exception that ends this process leave a note, before it is printed as ever.
+
+    A process that multiprocessing has started, as by ``torch.multiprocessing.spawn``, calls no ``sys.excepthook``; it
+    runs its finalizers while the exception is on its way.
+    """
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        with contextlib.suppress(Exception):
-            note = f"rank {dist.get_rank()} has failed: {kind.__name__}: {error}"
-            _store().compare_set(_KEY, "", note)  # the first stays
+        _note(error)
         previous(kind, error, trace)
 
     sys.excepthook = hook
+    multiprocessing.util.Finalize(None, _note_current, exitpriority=0)
+
+
+def _note_current() -> None:
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit):  # spawn's own, which it raises where it has caught the rank's
+        error = error.__context__
+    if error is not None:
+        _note(error)
+
+
+def _note(error: BaseException) -> None:
+    with contextlib.suppress(Exception):
+        note = f"rank {dist.get_rank()} has failed: {type(error).__name__}: {error}"
+        _store().compare_set(_KEY, "", note)  # the first stays
 
 
 def _store() -> dist.Store:

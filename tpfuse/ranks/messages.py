@@ -9,6 +9,7 @@ go from each rank to each other, so that a message that fails has a number.  Wha
 through the first rank: that is for rare events, such as a save.
 """
 
+import array
 import functools
 import hashlib
 import pickle
@@ -27,7 +28,7 @@ from .threads import Threads, outermost
 
 T = TypeVar("T")
 _KINDS: tuple[type[Exception], ...] = (ValueError, OSError)  # what bad input and bad files raise; else RuntimeError
-_NUMBERS, _LONGEST_NAME = 2, 120  # of a head, beside the call's; bytes of its name
+_NUMBERS, _LONGEST_NAME = 2, 240  # of a head, beside the call's; bytes of its name
 _LIBRARY = __name__.partition(".")[0] + "."
 _channels: "weakref.WeakKeyDictionary[dist.ProcessGroup, Channel]" = weakref.WeakKeyDictionary()
 
@@ -50,15 +51,16 @@ class Connections:
         self.gloo, self.world_rank, self.seconds = gloo, world_rank, seconds
         self.rank, self.size = gloo.rank(), gloo.size()
 
-    def exchange(self, call: str, *numbers: int) -> Tensor:
+    def exchange(self, call: str, *numbers: int, detail: str = "") -> Tensor:
         """Returns the numbers of every rank, int64 [R, n] for at most two; each rank calls it, with as many.
 
-        ValueError on every rank where they are in different ``call``s.  RankEnded names a rank that has ended.
+        CallsDiffer on every rank where they are in different ``call``s, with each rank's ``detail``.  RankEnded names a
+        rank that has ended.
         """
         head = [_call_number(call, len(numbers)), *numbers, *[0] * (_NUMBERS - len(numbers))]
         heads = self._from_all(torch.tensor(head, device="cpu"))
         if (heads[:, 0] != head[0]).any():
-            self._raise_calls()
+            self._raise_calls(detail)
         return heads[:, 1 : 1 + len(numbers)]
 
     def _from_all(self, row: Tensor) -> Tensor:
@@ -92,13 +94,13 @@ class Connections:
             f" {self.seconds:g} s; this is rank {self.rank} of {self.size}, in {_caller()}{f' ({note})' * bool(note)}"
         )
 
-    def _raise_calls(self) -> NoReturn:
-        name = _caller().encode()[:_LONGEST_NAME].ljust(_LONGEST_NAME)
+    def _raise_calls(self, detail: str) -> NoReturn:
+        name = f"{_caller()}{detail}".encode()[:_LONGEST_NAME].ljust(_LONGEST_NAME)
         names = self._from_all(torch.frombuffer(bytearray(name), dtype=torch.uint8))
         calls = [row.numpy().tobytes().decode(errors="replace").strip() for row in names]
         raise CallsDiffer(
             "the ranks are in different calls, and each must make the same ones in the same order: "
-            + ", ".join(f"rank {rank} is in {call}" for rank, call in enumerate(calls))
+            + ", ".join(f"rank {self.world_rank(rank)} is in {call}" for rank, call in enumerate(calls))
         )
 
 
@@ -109,11 +111,13 @@ class Channel(Connections):
         note_failures()
         super().__init__(connect(group), dist.get_process_group_ranks(group).__getitem__, limit(group).total_seconds())
         self.threads = Threads()
+        self.comparisons = memoryview(array.array("q", [0] * self.size))  # begun by each rank; shared where they can
 
-    def exchange(self, call: str, *numbers: int) -> Tensor:
+    def exchange(self, call: str, *numbers: int, detail: str = "") -> Tensor:
         """Exchanges as :class:`Connections` do.  RuntimeError where another thread of this rank is in a call too."""
         self.threads.enter()
-        return super().exchange(call, *numbers)
+        self.comparisons[self.rank] += 1
+        return super().exchange(call, *numbers, detail=detail)
 
 
 @functools.cache
@@ -139,13 +143,18 @@ def channel(group: dist.ProcessGroup | None) -> Channel | None:
 
 
 def gather(
-    value: T, group: dist.ProcessGroup | Connections | None, *, to_first: bool = False, call: str | None = None
+    value: T,
+    group: dist.ProcessGroup | Connections | None,
+    *,
+    to_first: bool = False,
+    call: str | None = None,
+    detail: str = "",
 ) -> list[T]:
     """Returns the values of all ranks, in rank order; each rank calls it.  Without a group: ``[value]``.
 
     ``to_first``: the group's first rank alone gets them, and the others an empty list.  ``call`` names the call, by
-    default the public function that this is in.  ValueError on every rank where they are in different calls.  RankEnded
-    where one is gone, with its number in the world.
+    default the public function that this is in.  CallsDiffer on every rank where they are in different calls, with
+    each rank's ``detail``.  RankEnded where one is gone, with its number in the world.
 
     Connections are the group's channel, or those of a gloo group that has none yet: to make one takes the store, which
     may have gone.  torch's register of groups is not asked for them, which ``destroy_process_group`` empties: a save in
@@ -159,7 +168,7 @@ def gather(
             return _gather_by_torch(value, group, to_first)
         group = links or Connections(group, functools.partial(_world_rank, group), limit(group).total_seconds())
     message, gloo = pickle.dumps(value), group.gloo
-    lengths = group.exchange(f"gather {call or _caller()}", len(message))[:, 0].tolist()
+    lengths = group.exchange(f"gather {call or _caller()}", len(message), detail=detail)[:, 0].tolist()
     values, ended = _collect(value, lengths, gloo, to_first) if group.rank == 0 else _ask_first(message, gloo)
     if ended:
         raise group.ended(ended[0], noted())

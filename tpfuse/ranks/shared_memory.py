@@ -62,7 +62,7 @@ def _make(group: dist.ProcessGroup, peers: Channel) -> "SharedMemory | None":
     finally:
         if number is not None:
             os.close(number)
-    return SharedMemory(mapped, group, [pid for _, pid, _ in processes]) if mapped and all(mapped_by) else None
+    return SharedMemory(mapped, group, peers, [pid for _, pid, _ in processes]) if mapped and all(mapped_by) else None
 
 
 def _new_file(size: int) -> int | None:
@@ -99,13 +99,13 @@ class SharedMemory:
     """Memory that every rank of a group has mapped: turns for messages that are copied out of it, and turns for those
     that are read where they lie."""
 
-    def __init__(self, mapped: mmap.mmap, group: dist.ProcessGroup, pids: list[int]):
-        ranks, count = len(pids), Turns.numbers_of(len(pids))
-        numbers = memoryview(mapped)[: 8 * (ranks + 2 * count)].cast("q")
+    def __init__(self, mapped: mmap.mmap, group: dist.ProcessGroup, peers: Channel, pids: list[int]):
+        ranks, start, count = len(pids), Members.numbers_of(len(pids)), Turns.numbers_of(len(pids))
+        numbers = memoryview(mapped)[: 8 * (start + 2 * count)].cast("q")
         places = np.frombuffer(mapped, np.uint8)[-4 * ranks * ROOM :].reshape(2, 2, ranks, ROOM)
-        self.members = Members(numbers[:ranks], group, pids)
+        self.members = Members(numbers[:start], group, peers, pids)
         self._views, self._copies = (
-            Turns(numbers[ranks + i * count :][:count], places[i], self.members) for i in range(2)
+            Turns(numbers[start + i * count :][:count], places[i], self.members) for i in range(2)
         )
         self._seen: dict[tuple[torch.Size, torch.dtype], tuple[Tensor, ...]] = {}
         weakref.finalize(self, _leave, self.members.left, self.members.rank, os.getpid())
@@ -113,24 +113,23 @@ class SharedMemory:
     @staticmethod
     def size_of(ranks: int) -> int:
         """Returns the bytes that so many ranks share."""
-        numbers = 8 * (ranks + 2 * Turns.numbers_of(ranks))
+        numbers = 8 * (Members.numbers_of(ranks) + 2 * Turns.numbers_of(ranks))
         return -(-numbers // _ALIGNED) * _ALIGNED + 4 * ranks * ROOM
 
     def view_all(self, x: Tensor) -> Tensor:
-        """All-gathers x [...] of at most ROOM bytes -> [R, ...], one of two buffers: the second call after this
-        overwrites it.  RuntimeError as by :meth:`all_gather`."""
+        """All-gathers x [...] of at most ROOM bytes -> [R, ...], one of two buffers: valid until the next call begins,
+        in which another rank may come to its second one already.  RuntimeError as by :meth:`all_gather`."""
         turns, members, size = self._views, self.members, x.numel() * x.element_size()
-        members.enter()
-        turns.begin([size] * members.size, 0)
-        views = self._seen.get((x.shape, x.dtype))
-        if views is None:
-            views = self._seen[x.shape, x.dtype] = self._views_of(x)
-        parts = views[turns.count % 2]
-        parts[members.rank].copy_(x)
-        turns.arrive()
-        for rank in members.peers:
-            turns.wait(rank, size, 0)
-        members.leave()
+        with members:
+            turns.begin([size] * members.size, 0)
+            views = self._seen.get((x.shape, x.dtype))
+            if views is None:
+                views = self._seen[x.shape, x.dtype] = self._views_of(x)
+            parts = views[turns.count % 2]
+            parts[members.rank].copy_(x)
+            turns.arrive()
+            for rank in members.peers:
+                turns.wait(rank, size, 0)
         return parts
 
     @torch.inference_mode(False)  # tensors that are made in it cannot be written outside
@@ -141,8 +140,9 @@ class SharedMemory:
     def all_gather(self, result: Tensor, x: Tensor) -> None:
         """Gathers x [...] of every rank into ``result`` [R, ...], both contiguous.
 
-        RuntimeError where a rank has ended, has left the group, has come to no such call within the group's limit, or
-        is in another one; and in every call after that.
+        RuntimeError where a rank has ended, has left the group, was interrupted, has come to no such call within the
+        group's limit, or is in another one; and in every call after that.  CallsDiffer on every rank where one
+        compares a call over this group.
         """
         self._carry(list(_bytes(result).reshape(self.members.size, -1)), [_bytes(x)])
 
@@ -157,22 +157,21 @@ class SharedMemory:
         kind, room = int(slots > 1), ROOM // slots // _ALIGNED * _ALIGNED
         lengths = [len(sent[to % slots]) for to in range(self.members.size)]
         start, longest = 0, 1
-        self.members.enter()
-        while start < longest:
-            piece = slice(start, start + room)
-            places = turns.begin(lengths, kind)
-            for to in range(slots):
-                if slots == 1 or to != rank:
-                    outgoing = sent[to][piece]
-                    places[rank, to * room :][: len(outgoing)] = outgoing
-            turns.arrive()
-            received[rank][piece] = sent[rank % slots][piece]
-            for peer in self.members.peers:
-                turns.wait(peer, len(received[peer]), kind)
-                incoming = received[peer][piece]
-                incoming[:] = places[peer, rank % slots * room :][: len(incoming)]
-            start, longest = start + room, turns.longest()
-        self.members.leave()
+        with self.members:
+            while start < longest:
+                piece = slice(start, start + room)
+                places = turns.begin(lengths, kind)
+                for to in range(slots):
+                    if slots == 1 or to != rank:
+                        outgoing = sent[to][piece]
+                        places[rank, to * room :][: len(outgoing)] = outgoing
+                turns.arrive()
+                received[rank][piece] = sent[rank % slots][piece]
+                for peer in self.members.peers:
+                    turns.wait(peer, len(received[peer]), kind)
+                    incoming = received[peer][piece]
+                    incoming[:] = places[peer, rank % slots * room :][: len(incoming)]
+                start, longest = start + room, turns.longest()
 
 
 def _bytes(x: Tensor) -> Bytes:

@@ -73,10 +73,12 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _title(frame: FrameType) -> str:
     code = frame.f_code
-    if code.co_varnames[:1] not in (("self",), ("cls",)):
+    is_hook = code.co_varnames[:2] == ("module", "args")
+    if not is_hook and code.co_varnames[:1] not in (("self",), ("cls",)):
         return code.co_name
     owner = frame.f_locals[code.co_varnames[0]]
-    return f"{(owner if isinstance(owner, type) else type(owner)).__name__}.{code.co_name}"
+    name = (owner if isinstance(owner, type) else type(owner)).__name__
+    return f"{name}.{'forward' if is_hook else code.co_name}"
 
 
 def _name(ident: int) -> str:

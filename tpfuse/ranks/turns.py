@@ -8,6 +8,7 @@ Counters order the copies before them on x86 processors alone, whose stores beco
 """
 
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,6 +17,7 @@ import numpy as np
 import torch.distributed as dist
 
 from .gloo import limit
+from .messages import CallsDiffer, Channel
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -26,42 +28,70 @@ _SPIN = 0.05  # seconds for which a rank that waits looks again at once, and yie
 _GLANCE = 0.05  # seconds between looks at whether the others live
 
 
+_GONE = "", "has left the group", "was interrupted in a message"
+
+
 class Members:
-    """The ranks of a group on one machine: this one's number, and which of them are gone."""
+    """The ranks of a group on one machine: this one's number, which of them are gone, and which compare a call.
 
-    def __init__(self, left: memoryview, group: dist.ProcessGroup, pids: list[int]):
-        self.left, self._pids, self._error, self._busy = left, pids, "", False
-        self.rank, self.size, self.timeout = group.rank(), group.size(), limit(group).total_seconds()
+    They share ``left`` [R], why a rank is gone, and ``comparisons`` [R], how many each has begun over the group's
+    ``channel``.
+    """
+
+    def __init__(self, numbers: memoryview, group: dist.ProcessGroup, channel: Channel, pids: list[int]):
+        self.rank, self.size, self.timeout = channel.rank, channel.size, limit(group).total_seconds()
+        self.left, self._comparisons = numbers[: self.size], numbers[self.size :]
+        self._channel, self._pids, self._error, self._sending = channel, pids, "", threading.Lock()
         self.peers = [rank for rank in range(self.size) if rank != self.rank]
+        channel.comparisons = self._comparisons
 
-    def enter(self) -> None:
+    @staticmethod
+    def numbers_of(ranks: int) -> int:
+        """Returns how many int64 numbers so many ranks share."""
+        return 2 * ranks
+
+    def __enter__(self) -> None:
         """Begins a message.
 
         RuntimeError where the ranks' turns are no longer the same, after an error or a message that Ctrl-C has ended,
         and while another thread sends one.
         """
-        if self._busy and not self._error:
-            self.fail("a message of this rank was interrupted, or another thread sends one")
         if self._error:
             raise RuntimeError(self._error)
-        self._busy = True
+        if not self._sending.acquire(blocking=False):
+            self.fail("another thread of this rank sends a message of this group")
 
-    def leave(self) -> None:
-        """Ends a message."""
-        self._busy = False
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Ends a message; one that an exception ends takes this rank out of the group, CallsDiffer excepted."""
+        if kind is not None and not self._error and not issubclass(kind, CallsDiffer):
+            self._error, self.left[self.rank] = "a message of this rank was interrupted", 2
+        self._sending.release()
 
     def fail(self, error: str) -> NoReturn:
         """Raises the error, in each later call too, and takes this rank out of the group: nobody waits for it."""
         self._error, self.left[self.rank] = error, 1
         raise RuntimeError(error)
 
+    def title(self, rank: int) -> str:
+        """Returns "rank N" with the number in the world."""
+        return f"rank {self._channel.world_rank(rank)}"
+
     def absence(self, rank: int, waited: float) -> str:
         """Returns why a rank will not come; "" where it may."""
         if self.left[rank]:
-            return "has left the group"
+            return _GONE[self.left[rank]]
         if _ended(self._pids[rank]):
             return "has ended"
         return f"has come to no such call within {self.timeout:g} s" if waited > self.timeout else ""
+
+    def compares(self, rank: int) -> bool:
+        """Returns whether a rank has begun a comparison that this one has not."""
+        return self._comparisons[rank] > self._comparisons[self.rank]
+
+    def meet(self, message: str) -> NoReturn:
+        """Answers ranks that compare a call while this one sends a message: CallsDiffer on all of them."""
+        self._channel.exchange("message", detail=f" ({message})")
+        raise CallsDiffer(f"this rank sends a message ({message}), and others compare a call")
 
 
 class Turns:
@@ -101,8 +131,8 @@ class Turns:
         mark = self._lengths[self.count % 2][rank * self.members.size + self.members.rank]
         if mark != 2 * length + kind:
             self.members.fail(
-                f"rank {rank} {_KINDS[mark & 1]} {mark >> 1} bytes, and this rank {_KINDS[kind]} {length}: each rank"
-                " must make the same calls in the same order, with tensors of the same sizes"
+                f"{self.members.title(rank)} {_KINDS[mark & 1]} {mark >> 1} bytes, and this rank {_KINDS[kind]}"
+                f" {length}: each rank must make the same calls in the same order, with tensors of the same sizes"
             )
 
     def longest(self) -> int:
@@ -119,9 +149,21 @@ class Turns:
                 time.sleep(min((now - start) / 16, _GLANCE))
             if now < glance + _GLANCE:
                 continue
-            glance, absence = now, self.members.absence(rank, now - start)
-            if absence and counters[rank] < count:  # it may have come, and then gone
-                self.members.fail(f"rank {rank} {absence}")
+            glance, absence, compares = now, self.members.absence(rank, now - start), self.members.compares(rank)
+            if counters[rank] >= count:  # it has come, whatever it did then
+                continue
+            if absence:
+                self.members.fail(f"{self.members.title(rank)} {absence}")
+            if compares:
+                self._withdraw()
+
+    def _withdraw(self) -> NoReturn:
+        """Takes back a turn to which a rank has not come that compares a call: nobody has ended it."""
+        row, marks = self.members.rank * self.members.size, self._lengths[self.count % 2]
+        length, kind = divmod(max(marks[row:][: self.members.size]), 2)
+        self.count -= 1
+        self.arrive()
+        self.members.meet(f"it {_KINDS[kind]} {length} bytes")
 
 
 def _ended(pid: int) -> bool:

@@ -29,6 +29,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..runtime.errors import check_floating
 from ..runtime.function import Function, once_differentiable
 from ..runtime.op import ATTENTION, acc_dtype, autocast, op
 from ..runtime.philox import active_rng
@@ -214,6 +215,7 @@ def attention(
     """
     if qkv.dim() != 4 or qkv.shape[2] < 3 or qkv.shape[3] < 1:
         raise ValueError(f"attention: qkv must be [M, G, Q + 2, E], got {tuple(qkv.shape)}")
+    check_floating("attention", "qkv", qkv)
     options = Options(
         key_mask=key_mask, cu_seqlens=cu_seqlens, bias=bias, cos=cos, sin=sin, positions=positions,
         rng=active_rng("attention", p, rng), batch=batch, seq=default_seq(len(qkv), batch) if seq is None else seq,

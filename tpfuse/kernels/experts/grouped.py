@@ -26,7 +26,7 @@ from torch import Tensor
 from ..gemm.activation import ACTIVATIONS, GATED
 from ..gemm.op import row_of_z
 from ..norm.core import reduce_parts
-from ..runtime.errors import check
+from ..runtime.errors import check, check_floating
 from ..runtime.function import Function, once_differentiable
 from ..runtime.main_grad import Main, mains
 from ..runtime.op import GEMM, acc_dtype, autocast, op
@@ -180,6 +180,7 @@ def check_experts(
     gates = GATED.values()
     check(activation in gates, f"{name}: activation must be one of {', '.join(gates)}, got {activation!r}")
     check(x.dim() == 2, f"{name}: x must be [M, D], got {described(x)}")
+    check_floating(name, "x", x)
     (M, D), shape = x.shape, tuple(fc1.shape)
     check(len(shape) == 4 and shape[2:] == (2, D), f"{name}: fc1 must be [E, F, 2, {D}], got {described(fc1)}")
     E, F = shape[:2]

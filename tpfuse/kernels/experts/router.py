@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..gemm.op import linear_wgrad
-from ..runtime.errors import check
+from ..runtime.errors import check, check_rows
 from ..runtime.function import Function, once_differentiable
 from ..runtime.op import GEMM, acc_dtype, as_rows, autocast, op
 from ..runtime.rules import described
@@ -197,6 +197,7 @@ def route(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, routing: Rou
     gradient.  ``bias`` is added to the scores for the choice alone, and has no gradient.  ValueError for shapes that
     do not agree and for a routing that E experts do not allow.
     """
+    check_rows("route", x)
     check(
         weight.dim() == 2 and weight.shape[1] == x.shape[-1],
         f"route: weight must be [E, {x.shape[-1]}], got {described(weight)}",
@@ -205,4 +206,4 @@ def route(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, routing: Rou
     check(bias is None or bias.shape == (experts,), f"route: bias must be [{experts}], got {described(bias)}")
     check_routing("route", routing, experts)
     (x,) = autocast(x)
-    return _Route.apply(as_rows(x), weight, bias, routing)
+    return _Route.apply(as_rows("route", x), weight, bias, routing)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..runtime.errors import check
+from ..runtime.errors import check, check_floating
 from ..runtime.function import Function, once_differentiable
 from ..runtime.op import autocast
 from .activation import ACTIVATIONS, GATED
@@ -53,6 +53,7 @@ def swiglu(gate_up: Tensor, activation: str = "silu") -> Tensor:
     check(
         gate_up.dim() > 1 and gate_up.shape[-1] == 2, f"swiglu: gate_up must be [..., F, 2], got {tuple(gate_up.shape)}"
     )
+    check_floating("swiglu", "gate_up", gate_up)
     (gate_up,) = autocast(gate_up)
     rows, columns = gate_up.shape[:-2].numel(), 2 * gate_up.shape[-2]
     z = gate_up.reshape(rows, columns).contiguous()

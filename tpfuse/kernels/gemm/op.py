@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..runtime import matmul
+from ..runtime.errors import check_rows
 from ..runtime.function import Function, once_differentiable
 from ..runtime.leaves import tree
 from ..runtime.main_grad import mains, wanted
@@ -333,12 +334,13 @@ def linear(
     their sums is not a library's choice.  ValueError for another activation and for shapes or dtypes that do not agree.
     """
     x, weight, bias = autocast(x, weight, bias)
-    y: Tensor = _Linear.apply(as_rows(x), weight, bias, activation, tile, fixed)
+    y: Tensor = _Linear.apply(as_rows("linear", x), weight, bias, activation, tile, fixed)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], len(weight) // width(activation))
 
 
 def check_linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> None:
     """Raises the ValueError of the public function ``name`` for arguments that linear cannot take."""
+    check_rows(name, x)
     shape, columns = weight.shape, x.shape[-1]
     if activation not in PLAIN and activation not in GATED:
         raise ValueError(f"{name}: activation must be one of {', '.join((*PLAIN, *GATED))}, got {activation!r}")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..runtime.errors import check_floating
 from ..runtime.function import Function, once_differentiable
 from ..runtime.main_grad import mains, wanted
 from ..runtime.op import ELEMENTWISE, acc_dtype, autocast, op
@@ -69,6 +70,7 @@ def embedding(weight: Tensor, ids: Tensor, *, first: int = 0) -> Tensor:
     """
     if weight.dim() != 2:
         raise ValueError(f"embedding: weight must be [V, D], got {described(weight)}")
+    check_floating("embedding", "weight", weight)
     if ids.dtype != torch.int64:
         raise ValueError(f"embedding: ids must be int64, got {described(ids)}")
     return _Embedding.apply(*autocast(weight), ids, first)

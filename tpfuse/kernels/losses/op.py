@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..runtime.errors import check
+from ..runtime.errors import check, check_rows
 from ..runtime.function import Function, once_differentiable
 from ..runtime.op import ELEMENTWISE, acc_dtype, op, scalar
 from ..runtime.rules import COUNT, NOT_NEGATIVE, POSITIVE, check_numbers, check_scalar, described, limited
@@ -175,6 +175,7 @@ def cross_entropy(
 
     ValueError for shapes that do not agree or, on CPU, a label outside 0 to V - 1.
     """
+    check_rows("cross_entropy", logits, "logits")
     vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
     loss = Loss(vocab_size, first_token, ignore_index, label_smoothing=label_smoothing, z_loss=z_loss)
     reduce = Reduction(reduction, normalizer)

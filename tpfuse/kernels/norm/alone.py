@@ -25,8 +25,8 @@ NORM = norm_ops("norm", _check_alone)
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, *, leaves: int = 0) -> Tensor:
     """LayerNorm (Ba et al. 2016) over the last dimension.  x [..., D], weight and bias [D] -> [..., D] in x's dtype
     (under autocast: in its dtype).  ``leaves`` as in :func:`reduce_bias_dropout_add_norm`.  ValueError for vectors of
-    another shape."""
-    (rows,) = autocast(as_rows(x))
+    another shape, and an x that is not floating."""
+    (rows,) = autocast(as_rows("layer_norm", x))
     n: Tensor = _NormAlone.apply(rows, weight, bias, eps, "layer", leaves)
     return n if x.dim() == 2 else n.view(x.shape)
 
@@ -34,8 +34,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, kind: str = "rms", leaves: int = 0) -> Tensor:
     """RMSNorm (Zhang & Sennrich 2019) over the last dimension.  x [..., D], weight [D] -> [..., D] in x's dtype (under
     autocast: in its dtype).  ``leaves`` as in :func:`reduce_bias_dropout_add_norm`.  ValueError for a weight of another
-    shape or a kind that is not in KINDS."""
-    (rows,) = autocast(as_rows(x))
+    shape, a kind that is not in KINDS, and an x that is not floating."""
+    (rows,) = autocast(as_rows("rms_norm", x))
     n: Tensor = _NormAlone.apply(rows, weight, None, eps, kind, leaves)
     return n if x.dim() == 2 else n.view(x.shape)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..runtime.errors import check
+from ..runtime.errors import check, check_floating
 from ..runtime.function import Function, once_differentiable
 from ..runtime.op import ELEMENTWISE, acc_dtype, autocast, op
 from ..runtime.philox import FirstRow, Mask, active_rng
@@ -94,6 +94,7 @@ def _check_reduce(parts: Tensor, add: Add, norm: NormVectors, mask: Mask, order:
     name = "reduce_bias_dropout_add_norm"
     if parts.dim() != 3:
         raise ValueError(f"{name}: parts must be [R, m, D] or [m, D], got {tuple(parts.shape)}")
+    check_floating(name, "parts", parts)
     m, D = parts.shape[1:]
     check_vectors(name, D, bias=add.bias, weight=norm.gamma, norm_bias=norm.beta)
     _check_norm(name, norm, order == POST)
@@ -148,6 +149,7 @@ def embed_finish(
 def _check_embed(parts: Tensor, add: Add, norm: NormVectors, mask: Mask, order: str, leaves: int = 0) -> None:
     name = "embed_finish"
     check(parts.dim() == 3, f"{name}: parts must be [R, m, D], got {tuple(parts.shape)}")
+    check_floating(name, "parts", parts)
     m, D = parts.shape[1:]
     check_vectors(name, D, weight=norm.gamma, norm_bias=norm.beta)
     _check_norm(name, norm, order == DROP)
@@ -205,6 +207,7 @@ def dropout(x: Tensor, p: float, *, rng: Tensor, site: int = 0, first_row: First
     (first_row + i) % batch.  ``rng`` int64 [3] = (seed, step, first_sample), of :func:`make_rng`; there is no default.
     Returns x's shape and dtype; p = 0 returns x itself.  ValueError for p outside [0, 1).
     """
+    check_floating("dropout", "x", x)
     mask = Mask.of(active_rng("dropout", p, rng), p, site, first_row=first_row, batch=batch)
     if mask.rng is None:
         return x

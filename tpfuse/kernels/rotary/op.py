@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.device import load
-from ..runtime.errors import check
+from ..runtime.errors import check, check_floating
 from ..runtime.function import Function, once_differentiable
 from ..runtime.launch import launch, next_power_of_2, target
 from ..runtime.op import ELEMENTWISE, Cost, acc_dtype, autocast, moved, op
@@ -160,6 +160,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None
     rules.
     """
     check(x.dim() >= 3, f"rope: x must be [..., H, E], got {tuple(x.shape)}")
+    check_floating("rope", "x", x)
     *leading, H, E = x.shape
     rows = math.prod(leading)
     check(

@@ -22,6 +22,7 @@ from torch import _C, Tensor
 from ..._version import __version__
 from ..replay import UNKNOWN, Replayed, active_recorder, eager, on_cpu, read
 from ..replay.calls import LAUNCHED
+from .errors import check_rows
 from .leaves import tree
 from .main_grad import cast
 
@@ -298,9 +299,14 @@ def new_vector(model: Tensor, n: int, dtype: torch.dtype | None) -> Tensor:
     return model.new_empty(0, dtype=acc_dtype(model)) if dtype is None else model.new_empty(n, dtype=dtype)
 
 
-def as_rows(x: Tensor) -> Tensor:
-    """Returns x [..., D] as contiguous [M, D]: itself if it is that, which spares autograd a node."""
-    return (x if x.dim() == 2 else x.reshape(-1, x.shape[-1])).contiguous()
+def as_rows(name: str, x: Tensor) -> Tensor:
+    """Returns x [..., D] as contiguous [M, D]: itself if it is that, which spares autograd a node.  Raises the
+    ValueError of the public function ``name`` for an x without dimensions or of another dtype."""
+    check_rows(name, x)
+    if x.dim() == 2:
+        return x.contiguous()
+    *leading, columns = x.shape
+    return x.reshape(-1 if columns else math.prod(leading), columns).contiguous()
 
 
 def scalar(value: float | Tensor, dtype: torch.dtype, device: torch.device | str | None) -> Tensor:

@@ -20,7 +20,7 @@ class Exchange(NamedTuple):
     memory: SharedMemory | None
 
     def gather(self, x: Tensor) -> Tensor:
-        """All-gathers [...] -> [R, ...].  Of two buffers: the second call after this overwrites it."""
+        """All-gathers [...] -> [R, ...], valid until the next call begins (:meth:`.SharedMemory.view_all`)."""
         if self.memory is None or x.numel() * x.element_size() > ROOM:
             return all_gather(x.contiguous(), self.tp.size, self.tp.group_name)
         with named("all_gather", resolve(cast(str, self.tp.group_name))):
