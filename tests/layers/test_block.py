@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -437,6 +438,20 @@ def test_equal_to_dtensor(ranks, kind):
 def test_compiled_in_one_graph(ranks, R, case):
     for eager, compiled in ranks(R, _again, CASES[case], torch.float32, "aot_eager"):
         assert_equal(compiled, eager)
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_one_graph_serves_rows_of_any_number(dynamic):
+    """The first graph where shapes are dynamic from the start, else the second one."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    block, counter = TransformerBlock(16, num_heads=2), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(block, fullgraph=True, dynamic=dynamic, backend=counter)
+    for rows in 8, 6, 10, 14:
+        x = torch.randn(rows, 16)
+        assert torch.equal(compiled(x, batch=2), block(x, batch=2))
+    assert counter.frame_count == (1 if dynamic else 2)
+
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Recompute of blocks: the same gradients to the bit, however the model runs; options that contradict each other."""
 
 import copy
+import functools
 from dataclasses import replace
 
 import pytest
@@ -215,3 +216,40 @@ def test_blocks_compiled_one_by_one_share_graphs(name, p):
         compiled = results(deep, call_of(name, False))
     assert max(error(compiled[key], exact[key]) for key in exact) <= 1e-10
     assert counter.frame_count <= 2 + (p > 0)  # of the last block, of the others, and of their first
+
+
+SIZES = (2, 8), (3, 10), (2, 12), (5, 16), (4, 31)  # samples and positions of a call
+
+
+def of_any_size(world, name, dynamic=None, **split):
+    """-> how many graphs calls of SIZES are; their losses and gradients are those of the calls without graphs"""
+    torch._dynamo.reset()
+    tp = None if world is None else TensorParallel(world.group, sequence_parallel=True, **split)
+    (compiled, eager), counter = (make(name, tp) for _ in range(2)), CompileCounterWithBackend("aot_eager")
+    compiled.compile(fullgraph=True, backend=counter, dynamic=dynamic)
+    eager.load_state_dict(compiled.state_dict())
+    for size in SIZES:
+        call = batch(MODELS[name][1], *size) | dict(step=3)
+        graph, plain = (results(model, call) for model in (compiled, eager))
+        assert_equal(graph, plain)
+        for model in (compiled, eager):
+            model.zero_grad()
+    return counter.frame_count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "neox", "bert"])
+def test_one_graph_serves_calls_of_any_size(name):
+    """The first call has a graph of its own sizes, by torch's default, and the second one of any."""
+    assert of_any_size(None, name) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, split", [("gpt2", {}), ("bert", dict(overlap="pairwise")), ("llama", dict(bitwise=2))])
+def test_one_graph_serves_calls_of_any_size_on_two_ranks(ranks, name, split):
+    assert ranks(2, functools.partial(of_any_size, **split), name) == [2, 2]
+
+
+def test_with_dynamic_shapes_from_the_start():
+    """The second call finds that the step was counted on."""
+    assert of_any_size(None, "gpt2", True) <= 2

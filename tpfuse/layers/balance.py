@@ -76,11 +76,11 @@ def router_sums(logits: Tensor, chosen: Tensor, score: str, call: Call, m: int, 
         p = p / p.sum(-1, keepdim=True)
     z = logits.logsumexp(-1, keepdim=True).square()
     values = torch.cat((counts, p, z, torch.ones_like(z)), 1)
-    of = _sequences(call, call.first_row(m, tp.rank, tp.size, tp), len(logits), logits.device).to(values.dtype)
+    of = _sequences(call, call.first_row(m, tp.rank, tp.size, tp), logits.shape[0], logits.device).to(values.dtype)
     with torch.autocast(logits.device.type, enabled=False):  # whose products would count in 16 bits
         if tp.bitwise is None or m == 0:
             return of @ values
-        of, values = (F.pad(t, (0, 0, 0, m - len(logits))) for t in (of.t(), values))
+        of, values = (F.pad(t, (0, 0, 0, m - logits.shape[0])) for t in (of.t(), values))
         pieces = (t.split(m // tp.leaves) for t in (of, values))
         return tree(o.t().contiguous() @ v.clone() for o, v in zip(*pieces, strict=True))
 

@@ -196,11 +196,11 @@ class ParallelMoE(Adaptable):
             routed = self._routed(n, n.shape[-2] * self.tp.size, recompute, call)
             return routed.parts, routed, n.shape[-2]
         x = n[0] if n.dim() == 3 else n
-        M = len(x)
+        M = x.shape[0]
         mine = split(F.pad(x, (0, 0, 0, -M % self.tp.all_leaves)), self.tp)
         routed = self._routed(mine, M, None, call)
         y = reduce_bias_dropout_add_norm(routed.parts, leaves=self.tp.leaves)[0]
-        return collect(y, self.tp)[None, :M], routed, len(mine)
+        return collect(y, self.tp)[None, :M], routed, mine.shape[0]
 
     def _routed(self, n: Tensor, rows: int, recompute: Recompute | None, call: Call) -> RoutedParts:
         """Returns the results of this rank's n; ``rows``: the number of all ranks' rows, the last of which may be
@@ -240,7 +240,7 @@ class ParallelMoE(Adaptable):
         rows of no sequence."""
         again = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
         if self.routing.biased and self.training and not again:
-            counted = in_a_sequence(call, m, valid=len(chosen), tp=self.tp, device=chosen.device).long()
+            counted = in_a_sequence(call, m, valid=chosen.shape[0], tp=self.tp, device=chosen.device).long()
             load = torch.zeros(self.num_experts, dtype=torch.int64, device=chosen.device)
             load.index_add_(0, chosen.flatten().long(), counted[:, None].expand_as(chosen).flatten())
             self.load = load if self.load is None else self.load.to(load.device) + load

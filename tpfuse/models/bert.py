@@ -108,7 +108,7 @@ class Bert(Model):
                 self.transform_norm = norm(width, c.eps, c.norm_bias, tp=tp)
             self.head = self._make_head(bias=True) if masked_lm else None
             self.classifier = ClassifierHead("Bert", classifier, c, tp) if classifier is not None else None
-        self._tables: tuple[Any, list[tuple[Tensor, Tensor]]] = None, []
+        self._tables: dict[bool, tuple[Any, list[tuple[Tensor, Tensor]]]] = {}
         self._choose_recompute(recompute)
         self._materialize()
 
@@ -259,15 +259,17 @@ class Bert(Model):
             length = max(length, next_power_of_2(bound_of("Bert", position_ids, length)))
         elif inputs.cu_seqlens is not None:
             position_ids = packed_positions(inputs.cu_seqlens, rows.seq)[None]
-        key = device, length
-        if self._tables[0] != key:
+        elif torch.compiler.is_compiling():
+            length = max(length, c.max_positions)  # one table, and so one graph, for sequences of any length
+        key, kind = (device, length), torch.compiler.is_compiling()
+        if kind not in self._tables or self._tables[kind][0] != key:
             table = lambda rope: rope_table(
                 c.head_size, key[1], scaling=dict(rope), max_position_embeddings=c.max_positions, device=device
             )
             with torch.inference_mode(False):  # the calls to come may need what backward can save
-                self._tables = key, [table(rope) for rope in c.ropes]
+                self._tables[kind] = key, [table(rope) for rope in c.ropes]
         positions = None if position_ids is None else rows.flat(position_ids)
-        ropes = [Rope(*tables, positions) for tables in self._tables[1]]
+        ropes = [Rope(*tables, positions) for tables in self._tables[kind][1]]
         return ropes[0] if len(ropes) == 1 else Ropes(*ropes)
 
     def _pool(self, hidden: Tensor, inputs: Inputs, rng: Tensor | None = None) -> Tensor | None:

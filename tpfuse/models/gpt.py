@@ -125,7 +125,7 @@ class GPT(Model):
             )
             self.head = self._make_head(bias=False, softcap=c.logit_softcap) if lm_head and stages.has_last else None
             self.classifier = ClassifierHead("GPT", classifier, c, tp) if classifier is not None else None
-        self._tables: dict[bool, tuple[tuple[Any, ...], list[tuple[Tensor, Tensor]]]] = {}
+        self._tables: dict[tuple[bool, bool], tuple[tuple[Any, ...], list[tuple[Tensor, Tensor]]]] = {}
         self._choose_recompute(recompute)
         self._materialize()
 
@@ -311,11 +311,14 @@ class GPT(Model):
                 below = bound_of("GPT", position_ids, max(c.max_positions, length))
             length = max(next_power_of_2(below), _TABLE)
             length = min(length, c.max_positions) if below <= c.max_positions else length
+        elif torch.compiler.is_compiling():
+            length = max(length, c.max_positions)  # one table, and so one graph, for sequences of any length
         stretch = self._stretch(rows, position_ids, below, longest=longest)
         switch = None if position_ids is None else c.switches_at
         stretches = (stretch,) if switch is None else (switch, switch + 1)  # the tables of short and of long calls
-        # Cached are one of the length of all rows, and one that is long enough for the positions so far.
-        kind, key = position_ids is None, (device, stretch, length if position_ids is None else None)
+        # Cached are one of the length of all rows, one for graphs, and one long enough for the positions so far.
+        kind = position_ids is None, torch.compiler.is_compiling()
+        key = device, stretch, length if position_ids is None else None
         cached = self._tables.get(kind)
         if cached is None or cached[0] != key or len(cached[1][0][0]) < length * len(stretches):
             with torch.inference_mode(False):  # the calls to come may need what backward can save

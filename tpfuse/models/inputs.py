@@ -163,10 +163,8 @@ def check_inputs(
     if batch < 1 or seq < 1:
         raise ValueError(f"{name}: {source} must have at least one token, got {rules.described(inputs.tokens)}")
     begins = f" from {start} on" * bool(start)
-    check(
-        most is None or length + start <= most,
-        f"{name}: {length} positions{begins} are more than the model's max_positions={most}",
-    )
+    if most is not None and length + start > most:
+        raise ValueError(f"{name}: {length} positions{begins} are more than the model's max_positions={most}")
     for key, rule in ALIGNED.items():
         x = getattr(inputs, key)
         if x is not None and not (

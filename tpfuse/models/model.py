@@ -270,20 +270,24 @@ class Model(nn.Module):
         return rows.collected(self.embedding(rows.all(input_ids, -1)))
 
     def _compare(self, call: str, arguments: dict[str, Any]) -> None:
-        """Compares a call over the tensor-parallel ranks, before anything of it is done."""
+        """Compares a call over the tensor-parallel ranks, before anything of it is done; not within a graph."""
+        if not torch.compiler.is_compiling():
+            self._compare_now(call, arguments)
+        self._at_call()
+
+    def _compare_now(self, call: str, arguments: dict[str, Any]) -> None:
         compare = lambda: self._agree(call, arguments)
         experts = self.groups.experts
-        if experts.replicas > 1 and not torch.compiler.is_compiling():
+        if experts.replicas > 1:
             _, error = attempt(compare)
             raise_everywhere(error, [resolve(str(experts.group_name))], call=type(self).__name__)  # which would wait
             labels = None if arguments.get("labels") is None else "some"  # of each replica others
             alike = dict(step=arguments.get("step"), labels=labels)
             self._replicas(experts.group, alike, self._modes(call), self._state, self._mark)
-        elif self.tp.call_size > 1 and is_checking() and not torch.compiler.is_compiling():
+        elif self.tp.call_size > 1 and is_checking():
             together(compare, self.groups.all()[1:])  # replicas would wait for one that is refused
         else:
             compare()
-        self._at_call()
 
     def _agree(self, call: str, arguments: dict[str, Any]) -> None:
         if self.tp.call_size > 1:

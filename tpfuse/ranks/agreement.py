@@ -44,8 +44,8 @@ def checking() -> Iterator[None]:
 
 
 def is_checking() -> bool:
-    """Returns whether this is inside :func:`checking`."""
-    return _always.get()
+    """Returns whether this is inside :func:`checking`; within a graph of torch.compile nothing is."""
+    return not torch.compiler.is_compiling() and _always.get()
 
 
 def any_rank(group: dist.ProcessGroup | None, flag: bool) -> bool:

@@ -114,8 +114,8 @@ def exchange(x: Tensor, tp: TensorParallel) -> Tensor:
 def leave_parts(x: Tensor, tp: TensorParallel) -> Tensor:
     """Scatters partial sums of all rows, x [M, D], to parts [R, m, D] of this rank's rows (without sequence parallelism
     to their sum, [1, M, D]).  ValueError if M is not divisible by R."""
-    check(
-        len(x) % tp.row_shards == 0,
-        f"leave_parts: M={len(x)} rows are not divisible by tensor-parallel size {tp.row_shards}; pad them",
-    )
+    if x.shape[0] % tp.row_shards:
+        raise ValueError(
+            f"leave_parts: M={x.shape[0]} rows are not divisible by tensor-parallel size {tp.row_shards}; pad them"
+        )
     return _ScatterRows.apply(x, tp)

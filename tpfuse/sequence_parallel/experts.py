@@ -36,7 +36,6 @@ from ..kernels.experts.router import router_bwd, router_fwd, router_wgrad
 from ..kernels.gemm.activation import ACTIVATIONS
 from ..kernels.norm import Recompute
 from ..kernels.runtime.deferred import Later, deferred
-from ..kernels.runtime.errors import check
 from ..kernels.runtime.function import Function, once_differentiable
 from ..kernels.runtime.leaves import check_leaves, tree_of_new
 from ..kernels.runtime.main_grad import mains
@@ -216,7 +215,7 @@ def _router_gradient(dlogits: Tensor, rows: Tensor, m: int, tp: TensorParallel) 
     step = m // max(tp.leaves, 1)
     if tp.bitwise is None or step == 0:
         return router_wgrad(dlogits, rows)
-    leaves = (F.pad(t, (0, 0, 0, m - len(t))).split(step) for t in (dlogits, rows))
+    leaves = (F.pad(t, (0, 0, 0, m - t.shape[0])).split(step) for t in (dlogits, rows))
     return tree_of_new(router_wgrad(d.clone(), x.clone()) for d, x in zip(*leaves, strict=True))
 
 
@@ -263,7 +262,8 @@ def routed_experts(
     x = expanded("routed_experts", x, tp, copies=routing.k + 1 + shared_parts.gradients)
     m, w1 = x.shape[1], fc1_weight.flatten(1, 2)
     valid = m if valid is None else valid
-    check(0 <= valid <= m, f"routed_experts: valid must be 0 to {m}, the rows of this rank, got {valid}")
+    if not 0 <= valid <= m:
+        raise ValueError(f"routed_experts: valid must be 0 to {m}, the rows of this rank, got {valid}")
     check_leaves("routed_experts", x, tp.leaves)
     check_expert_tiles(x, w1, fc2_weight, tile=tp.row_tile)
     deferral, first, _, second = deferred(x, w1, None, fc2_weight)

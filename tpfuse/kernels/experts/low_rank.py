@@ -51,12 +51,12 @@ def _sorted(x: Tensor, rows: ExpertRows) -> tuple[Tensor, ExpertRows]:
 
 def _product(x: Tensor, rows: ExpertRows, w: Tensor) -> Tensor:
     """x [n, K] sorted, w [E, N, K] -> x w_e' [n, N]"""
-    return experts_down(x, rows, w.to(x.dtype), None, count=len(x))
+    return experts_down(x, rows, w.to(x.dtype), None, count=x.shape[0])
 
 
 def _transposed_product(dy: Tensor, rows: ExpertRows, w: Tensor) -> Tensor:
     """dy [n, N] sorted, w [E, N, K] -> dy w_e [n, K]"""
-    return experts_dx(dy, rows, w.to(dy.dtype), len(dy), room=0)
+    return experts_dx(dy, rows, w.to(dy.dtype), dy.shape[0], room=0)
 
 
 def adapted_up(

@@ -51,7 +51,7 @@ def check_expert_tiles(x: Tensor, w1: Tensor, w2: Tensor, tile: int) -> None:
 
 def experts_up_ref(x: Tensor, rows: ExpertRows, w1: Tensor, activation: str, tile: int = 0) -> tuple[Tensor, Tensor]:
     """x [.., D] by rows -> z [n, 2F], a [n, F]; on a CPU by tiles of so many rows of an expert unless 0."""
-    n, N = len(x if rows.row_index is None else rows.row_index), w1.shape[1]
+    n, N = (x if rows.row_index is None else rows.row_index).shape[0], w1.shape[1]
     z, a = x.new_empty(n, N), x.new_empty(n, N // 2)
     for e, places in _experts_with_rows(rows.offsets):
         product = _product(_rows(x, rows.row_index, places), _weight(w1, e), tile)
@@ -63,7 +63,7 @@ def experts_up_in_halves(
     x: Tensor, rows: ExpertRows, w1: Tensor, activation: str, tile: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Returns experts_up's results as a CPU keeps them: z [n, 2, F], a product for gate and one for up of an expert."""
-    n, (_, N, D) = len(x if rows.row_index is None else rows.row_index), w1.shape
+    n, (_, N, D) = (x if rows.row_index is None else rows.row_index).shape[0], w1.shape
     z, aligned = x.new_empty(n, 2, N // 2), D * w1.element_size() % ALIGNED == 0
     for e, places in _experts_with_rows(rows.offsets):
         x_e, w = _rows(x, rows.row_index, places), _weight(w1, e)
@@ -92,7 +92,7 @@ def experts_dact_ref(
     dy: Tensor, rows: ExpertRows, w2: Tensor, z: Tensor, weights: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dy [.., D] by rows, z [n, 2F] or [n, 2, F], weights [n] -> dz [n, 2F], g a [n, F], dg [n] in fp32"""
-    acc, n, F = acc_dtype(z), len(z), w2.shape[2]
+    acc, n, F = acc_dtype(z), z.shape[0], w2.shape[2]
     dz, ga, dg = z.new_empty(n, 2 * F), z.new_empty(n, F), z.new_empty(n, dtype=acc)
     for e, places in _experts_with_rows(rows.offsets):
         g, z_e = weights[places, None].to(acc), _rows(z, None, places)

@@ -54,7 +54,7 @@ def _scores(logits: Tensor, score: str) -> Tensor:
 def _largest(scores: Tensor, k: int) -> Tensor:
     """scores [m, E] -> the places of the k largest in falling order, int64 [m, k]; 0.0 and -0.0 are equal."""
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
-    return order[:, :k].flatten().view(len(scores), k)
+    return order[:, :k].flatten().view(scores.shape[0], k)
 
 
 def _choice(scores: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
@@ -79,7 +79,7 @@ def _weigh(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tenso
         weights = scores.gather(1, chosen)
     if routing.normalized == "sigmoid sum":
         weights = weights / (weights.sum(-1, keepdim=True) + TINY)
-    weights = (weights * routing.scale).flatten().view(len(logits), routing.k)  # strides of no rows too
+    weights = (weights * routing.scale).flatten().view(logits.shape[0], routing.k)  # strides of no rows too
     return weights, chosen.to(torch.int32), logits
 
 

@@ -155,13 +155,10 @@ def _check_embed(parts: Tensor, add: Add, norm: NormVectors, mask: Mask, order: 
     _check_norm(name, norm, order == DROP)
     for label, table, index in (("position", add.position_weight, add.positions), ("type", add.type_weight, add.types)):
         check((table is None) == (index is None), f"{name}: {label}_weight and {label}s go together, got one of them")
-        check(
-            index is None or index.shape == (m,), f"{name}: {label}s must be [{m}], got {getattr(index, 'shape', None)}"
-        )
-        check(
-            table is None or table.shape[1:] == (D,),
-            f"{name}: {label}_weight must be [_, {D}], got {getattr(table, 'shape', None)}",
-        )
+        if index is not None and index.shape != (m,):
+            raise ValueError(f"{name}: {label}s must be [{m}], got {tuple(index.shape)}")
+        if table is not None and table.shape[1:] != (D,):
+            raise ValueError(f"{name}: {label}_weight must be [_, {D}], got {tuple(table.shape)}")
 
 
 EMBED_FINISH = norm_ops("embed_finish", _check_embed)

@@ -76,7 +76,8 @@ def cut(name: str, x: Tensor, dim: int, leaves: int) -> tuple[Tensor, ...]:
     Contiguous, because elementwise loops of torch round otherwise on strided tensors (GELU and SiLU on a CPU).
     """
     n = x.shape[dim]
-    check(n % leaves == 0, f"{name}: {n} elements of dimension {dim} are not divisible by {leaves} leaves")
+    if n % leaves:
+        raise ValueError(f"{name}: {n} elements of dimension {dim} are not divisible by {leaves} leaves")
     return tuple(piece.contiguous() for piece in x.split(n // leaves, dim))
 
 
@@ -103,8 +104,8 @@ def check_leaves(name: str, rows: Tensor, leaves: int) -> None:
     """Raises the ValueError of an op whose ``rows`` [.., m, D] have no such leaves, or are of fp64 on a GPU."""
     if leaves:
         check_device(name, rows)
-        m = rows.shape[-2]
-        check(m % leaves == 0, f"{name}: {m} rows are not divisible by {leaves} leaves; pad them")
+        if rows.shape[-2] % leaves:
+            raise ValueError(f"{name}: {rows.shape[-2]} rows are not divisible by {leaves} leaves; pad them")
 
 
 def check_device(name: str, x: Tensor) -> None:

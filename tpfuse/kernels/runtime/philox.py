@@ -85,7 +85,7 @@ class Mask(NamedTuple):
         return self._replace(first_row=self.second_row + start - split, split=None, second_row=0)
 
 
-NO_MASK = Mask()
+NO_MASK = Mask(p=0)  # an integer: a constant in every trace of torch.compile(dynamic=True), as a float of a name is not
 
 
 class KernelMask(NamedTuple):

@@ -5,7 +5,6 @@ A bool is no number, and neither NaN nor an infinity lies in any range.
 
 import operator
 import reprlib
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-INF, LARGEST = float("inf"), sys.float_info.max  # an integer may be larger than any float
+INF = float("inf")
 INTEGERS, REALS = (int, np.integer), (int, float, np.integer, np.floating)
 MAX_SIZE = (1 << 31) - 1
 _SHORT = reprlib.Repr()
@@ -95,8 +94,10 @@ def limited(phrase: str, accepts: Callable[[Any], bool], *, integer: bool = Fals
     return Rule(broken, integer)
 
 
-POSITIVE = limited("be positive and finite", lambda v: 0 < v <= LARGEST)
-NOT_NEGATIVE = limited("be at least 0 and finite", lambda v: 0 <= v <= LARGEST)
+# The largest float, which an integer may exceed.  Of a name of it torch.compile(dynamic=True) would make a symbol that
+# belongs to the first autograd function in whose trace it is met, and a second one's could not use it.
+POSITIVE = limited("be positive and finite", lambda v: 0 < v <= 1.7976931348623157e308)
+NOT_NEGATIVE = limited("be at least 0 and finite", lambda v: 0 <= v <= 1.7976931348623157e308)
 WHOLE = limited("be at least 0", lambda v: 0 <= v < 1 << 63, integer=True)
 COUNT = limited("be at least 1", lambda v: 1 <= v < 1 << 63, integer=True)
 STEP = limited("lie in 0 to 2**63 - 1", lambda v: 0 <= v < 1 << 63, integer=True)
