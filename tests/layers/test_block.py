@@ -442,16 +442,17 @@ def test_compiled_in_one_graph(ranks, R, case):
 
 @pytest.mark.parametrize("dynamic", [True, None])
 def test_one_graph_serves_rows_of_any_number(dynamic):
-    """The first graph where shapes are dynamic from the start, else the second one."""
+    """The first call's graph where shapes are dynamic from the start, else the second one's."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     block, counter = TransformerBlock(16, num_heads=2), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(block, fullgraph=True, dynamic=dynamic, backend=counter)
+    graphs = []
     for rows in 8, 6, 10, 14:
         x = torch.randn(rows, 16)
         assert torch.equal(compiled(x, batch=2), block(x, batch=2))
-    assert counter.frame_count == (1 if dynamic else 2)
-
+        graphs.append(counter.frame_count)
+    assert graphs[-1] == graphs[0 if dynamic else 1]  # torch may hand a call's graph to the backend twice
 
 
 @pytest.mark.slow

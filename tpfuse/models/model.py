@@ -271,14 +271,9 @@ class Model(nn.Module):
 
     def _compare(self, call: str, arguments: dict[str, Any]) -> None:
         """Compares a call over the tensor-parallel ranks, before anything of it is done; not within a graph."""
-        if not torch.compiler.is_compiling():
-            self._compare_now(call, arguments)
-        self._at_call()
-
-    def _compare_now(self, call: str, arguments: dict[str, Any]) -> None:
         compare = lambda: self._agree(call, arguments)
         experts = self.groups.experts
-        if experts.replicas > 1:
+        if experts.replicas > 1 and not torch.compiler.is_compiling():
             _, error = attempt(compare)
             raise_everywhere(error, [resolve(str(experts.group_name))], call=type(self).__name__)  # which would wait
             labels = None if arguments.get("labels") is None else "some"  # of each replica others
@@ -288,9 +283,10 @@ class Model(nn.Module):
             together(compare, self.groups.all()[1:])  # replicas would wait for one that is refused
         else:
             compare()
+        self._at_call()
 
     def _agree(self, call: str, arguments: dict[str, Any]) -> None:
-        if self.tp.call_size > 1:
+        if self.tp.call_size > 1 and not torch.compiler.is_compiling():
             self._agreement(self.tp.call_group, arguments, self._modes(call), self._state, self._mark)
 
     def _modes(self, call: str) -> dict[str, Hashable]:
