@@ -253,3 +253,14 @@ def test_one_graph_serves_calls_of_any_size_on_two_ranks(ranks, name, split):
 def test_with_dynamic_shapes_from_the_start():
     """The second call finds that the step was counted on."""
     assert of_any_size(None, "gpt2", True) <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "bert"])
+def test_one_exported_program_serves_calls_of_any_size(name):
+    model, (samples, positions) = make(name).eval(), (torch.export.Dim(axis, min=2, max=32) for axis in ("B", "S"))
+    ids = lambda *size: batch(MODELS[name][1], *size)["input_ids"]
+    program = torch.export.export(model, (ids(2, 5),), dynamic_shapes={"input_ids": {0: samples, 1: positions}})
+    for size in SIZES:
+        x = ids(*size)
+        assert torch.equal(program.module()(x).logits, model(x).logits)

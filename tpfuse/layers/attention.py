@@ -243,13 +243,13 @@ class ParallelAttention(ParallelModule):
 
     def _attend(self, qkv: Tensor, call: Call) -> Tensor:
         """Output of the qkv projection [M, (H/R + 2 G/R) E] -> o [M, H/R E]"""
-        qkv = qkv.view(len(qkv), -1, self.heads_per_group, self.head_width)
+        qkv = qkv.view(qkv.shape[0], -1, self.heads_per_group, self.head_width)
         if self.q_norm is not None and self.k_norm is not None:
             q, k, v = qkv.split([self.heads_per_group - 2, 1, 1], 2)
             qkv = torch.cat([*normed(self.q_norm, self.k_norm, q, k), v], 2)
         cache, rope = call.cache, call.rotation(self.window)
         if cache is None:
-            return attend_pieces(qkv, self.options(len(qkv), call), self.tp)
+            return attend_pieces(qkv, self.options(qkv.shape[0], call), self.tp)
         if rope is not None:  # the cache holds keys that are rotated already
             if rope.positions is None:
                 raise ValueError("ParallelAttention: with a cache, rope needs positions")
@@ -259,12 +259,12 @@ class ParallelAttention(ParallelModule):
     def attend_with_cache(self, qkv: Tensor, cache: KVCache, call: Call) -> Tensor:
         """Stores the next positions, and attends from them: qkv [M, G/R, Q + 2, E], normed and rotated -> o [M,
         H/R E]."""
-        seq = len(qkv) // call.batch if call.seq is None else call.seq
+        seq = qkv.shape[0] // call.batch if call.seq is None else call.seq
         if cache.length > 0:
             seeing = Seeing(self.window, self.scale, self.softcap)
             return cache.attend(qkv, call.batch, seq, seeing, leaves=self.tp.leaves, tile=self.tp.row_tile)
         cache.fill(qkv, call.batch, seq)
-        return attend(qkv, self.options(len(qkv), call))
+        return attend(qkv, self.options(qkv.shape[0], call))
 
     def forward(
         self,

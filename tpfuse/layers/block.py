@@ -304,5 +304,5 @@ class TransformerBlock(ParallelModule):
             self.steps, norms, self.mlp.activation, attention_mask,
             mlp=mlp_mask, bitwise=self.tp.bitwise, batch_invariant=self.tp.batch_invariant,
         )  # fmt: skip
-        layer = Layer(constants, attention.options(len(h), call), *parameters_of(self, self.norms))
+        layer = Layer(constants, attention.options(h.shape[0], call), *parameters_of(self, self.norms))
         return one_node(h.contiguous(), normed, layer)

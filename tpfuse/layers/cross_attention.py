@@ -149,9 +149,9 @@ class CrossAttention(ParallelModule):
         _check_rows("x", x, self.hidden_size)
         _check_rows("memory", memory, self.memory_size)
         q, kv, E = self.q(x), self.kv(memory), self.head_width
-        seq = _positions("x", len(q), batch, seq, tp=self.tp)
+        seq = _positions("x", q.shape[0], batch, seq, tp=self.tp)
         memory_seq = _positions("memory", len(kv), batch, memory_seq, tp=self.tp)
-        rows = len(q)
+        rows = q.shape[0]
         mask = as_key_mask("CrossAttention: attention_mask", attention_mask)
         shape = batch, memory_seq
         fits = mask is None or mask.shape == shape

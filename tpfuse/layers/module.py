@@ -412,7 +412,7 @@ def check_rows(name: str, x: Tensor, width: int, *, tp: TensorParallel, batch: i
         cure = "a batch [B, S, D] is x.transpose(0, 1).reshape(-1, D) with batch=B"
         place = "position s of sample b in row s * batch + b"
         raise ValueError(f"{name}: x must be [rows, {width}], {place}, got {tuple(x.shape)}; {cure}")
-    rows = len(x) * tp.row_shards * tp.cp_size
+    rows = x.shape[0] * tp.row_shards * tp.cp_size
     if not isinstance(batch, int) or batch < 1 or (seq is not None and not isinstance(seq, int)):
         return  # attention names it
     if seq is not None:

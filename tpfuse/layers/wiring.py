@@ -255,7 +255,7 @@ class Fused:
     def __init__(self, block: Any, steps: Steps, h: Tensor, call: Call):
         self.block, self.tp, self.call = block, block.tp, call
         self.p = block.dropout if block.training else 0.0
-        self.first_row = call.first_row(len(h), block.tp.row_rank, block.tp.row_shards, block.tp)
+        self.first_row = call.first_row(h.shape[0], block.tp.row_rank, block.tp.row_shards, block.tp)
         if WATCHERS:
             begin(VECTORS)
         self.biases, self.norms = _replicated(block, steps)
@@ -326,7 +326,7 @@ class ByParts:
     def __init__(self, block: Any, h: Tensor, call: Call):
         self.block, self.call = block, call
         self.p = block.dropout if block.training else 0.0
-        self.first_row = call.first_row(len(h), block.tp.row_rank, block.tp.row_shards, block.tp)
+        self.first_row = call.first_row(h.shape[0], block.tp.row_rank, block.tp.row_shards, block.tp)
         self.sums: tuple[Tensor, ...] = ()
 
     def norm(self, step: Norm, h: Tensor) -> tuple[Tensor, Normed]:

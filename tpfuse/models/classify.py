@@ -150,7 +150,7 @@ class ClassifierHead(ReplicatedLinear):
     def before_pooling(self, x: Tensor, rng: Tensor | None) -> Tensor:
         """The rows of first tokens [B, D] as the pooler reads them."""
         if self.below.dropped and self.training and rng is not None:
-            x = dropout(x, self.p, rng=rng, site=POOLER, batch=len(x))
+            x = dropout(x, self.p, rng=rng, site=POOLER, batch=x.shape[0])
         return x
 
     # ---- a call ----
@@ -214,7 +214,7 @@ class ClassifierHead(ReplicatedLinear):
 
     def score_pooled(self, x: Tensor, inputs: Inputs, rng: Tensor | None) -> tuple[Tensor | None, Tensor]:
         """x [B, D], the same on every rank -> the loss where there are labels, and logits [B, L]"""
-        logits = self(x, rng, batch=len(x))
+        logits = self(x, rng, batch=x.shape[0])
         return self._loss(logits, inputs), logits
 
     def _loss(self, logits: Tensor, inputs: Inputs) -> Tensor | None:

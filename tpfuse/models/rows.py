@@ -28,15 +28,15 @@ class BatchRows:
         x = x.t()
         rows = torch.cat([x[chunk] for chunk in self.tp.chunks(self.seq)]) if self.tp.cp is not None else x
         rows = rows.reshape(-1)
-        return nn.functional.pad(rows, (0, self.count - len(rows)), value=fill)
+        return nn.functional.pad(rows, (0, self.count - rows.shape[0]), value=fill)
 
     def share(self, x: Tensor) -> Tensor:
         """[B, S, D], the same on every rank -> this rank's [m, D]; the gradient is whole on every rank."""
         rows, cp = x.transpose(0, 1).flatten(0, 1), self.tp.cp
         if cp is not None:
-            padded = nn.functional.pad(rows, (0, 0, 0, cp.size * self._piece - len(rows)))
+            padded = nn.functional.pad(rows, (0, 0, 0, cp.size * self._piece - rows.shape[0]))
             rows = split(by_rank(padded, self.tp), cp)
-        rows = nn.functional.pad(rows, (0, 0, 0, self.count - len(rows)))
+        rows = nn.functional.pad(rows, (0, 0, 0, self.count - rows.shape[0]))
         return split(rows, self.tp) if self.tp.sequence_parallel else rows
 
     def collected(self, rows: Tensor) -> Tensor:

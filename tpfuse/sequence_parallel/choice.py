@@ -174,6 +174,6 @@ def choose(op: str, x: Tensor, weight: Tensor, *, tp: TensorParallel, columns: i
         check_device(op, x)
     elif tp.size == 1:
         return plain
-    rows = len(x) if x.dim() == 2 else x.shape[0] * x.shape[1]
+    rows = x.shape[0] if x.dim() == 2 else x.shape[0] * x.shape[1]
     shape = columns or weight.shape[0], weight.shape[1]
     return form_of(op, rows, shape, dtype=x.dtype, device=x.device, tp=tp)

@@ -141,7 +141,7 @@ def attend_pieces(qkv: Tensor, options: Options, tp: TensorParallel) -> Tensor:
 
 def _padded(x: Tensor, rows: int) -> Tensor:
     """x [m, n] -> [rows, n], with zeros beyond."""
-    return nn.functional.pad(x, (0, 0, 0, rows - len(x))) if rows > len(x) else x
+    return nn.functional.pad(x, (0, 0, 0, rows - x.shape[0])) if rows > x.shape[0] else x
 
 
 class _InRounds(Function):

@@ -49,7 +49,7 @@ def linear_exchange(x: Tensor, weight: Tensor, *, tp: TensorParallel) -> Tensor:
     """
     check_linear("linear_exchange", x, weight, None, activation="none")
     check(
-        x.dim() == 2 and len(x) % tp.row_shards == 0,
+        x.dim() == 2 and x.shape[0] % tp.row_shards == 0,
         f"linear_exchange: x must be [M, K], M divisible by {tp.row_shards}, got {tuple(x.shape)}",
     )
     x, weight = autocast(x, weight)

@@ -109,9 +109,9 @@ def shared_fwd(
     if len(gate) > 0:
         g, chosen, logits = router_fwd(n[:valid], gate, None, GATE)
         routed = logits, g, chosen
-    g = _gathered(F.pad(g, (0, 0, 0, len(n) - valid)), tp).flatten().repeat(leaves)
+    g = _gathered(F.pad(g, (0, 0, 0, n.shape[0] - valid)), tp).flatten().repeat(leaves)
     x = _gathered(n, tp)
-    rows = _all_rows(len(x), leaves, n.device)
+    rows = _all_rows(x.shape[0], leaves, n.device)
     z, a = experts_up(x, rows, w1, activation, tile=tp.row_tile)
     y = experts_down(a, rows._replace(row_index=None), w2, g, count=len(a), tile=tp.row_tile)
     return _scattered(y, leaves, tp), SharedSaved(z, g, *routed)
@@ -142,7 +142,7 @@ def shared_bwd(
     (w1, w2, gate), (z, g, *_) = weights, saved
     routed: tuple[Any, ...] = saved[2:]  # as it is saved
     leaves, dy = len(w1), _gathered(dparts, tp)
-    rows = _all_rows(len(dy), leaves, dy.device)
+    rows = _all_rows(dy.shape[0], leaves, dy.device)
     dz, ga, dg = experts_dact(dy, rows, w2, z, weights=g, activation=activation)
     dx = experts_dx(dz, rows._replace(row_index=None), w1, len(dz), room=0)
     dn[len(gate) :] = _scattered(dx, leaves, tp)

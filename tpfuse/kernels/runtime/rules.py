@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 INF = float("inf")
-INTEGERS, REALS = (int, np.integer), (int, float, np.integer, np.floating)
+INTEGERS, REALS = (int, np.integer, torch.SymInt), (int, float, np.integer, np.floating, torch.SymInt, torch.SymFloat)
 MAX_SIZE = (1 << 31) - 1
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxtuple, _SHORT.maxlist = 2, 8, 8, 8
