@@ -47,7 +47,7 @@ from .ranks.shared_memory import SharedMemory, shared_memory
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def start_all_gather(result: Tensor, x: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
+def start_all_gather(result: Tensor, x: Tensor, group: dist.ProcessGroup) -> list[gloo.Handle]:
     """Starts to gather contiguous x [n, ...] of every rank into ``result`` [R, n, ...].  Neither may be touched before
     the returned handles are waited for.
 

@@ -6,11 +6,12 @@ of how many groups a rank is in, which ranks need not agree on, and to which the
 
 import weakref
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor
 
+_DEFAULTS = dist.distributed_c10d.default_pg_timeout, dist.distributed_c10d.default_pg_nccl_timeout
 _counts: "weakref.WeakKeyDictionary[dist.Store, dict[str, int]]" = weakref.WeakKeyDictionary()  # how many, by ranks
 
 
@@ -28,7 +29,13 @@ def connect(group: dist.ProcessGroup) -> Any:
 
 
 def limit(group: dist.ProcessGroup) -> timedelta:
-    """Returns how long the group's ranks wait for each other."""
+    """Returns how long the group's ranks wait for each other: as long as the world's where the group was made without a
+    limit, as torch makes those of a mesh."""
+    seconds, world = _limit(group), dist.group.WORLD
+    return seconds if world is None or seconds not in _DEFAULTS else _limit(world)
+
+
+def _limit(group: dist.ProcessGroup) -> timedelta:
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
         if options is not None:
@@ -36,11 +43,34 @@ def limit(group: dist.ProcessGroup) -> timedelta:
     return dist.distributed_c10d.default_pg_timeout
 
 
-def send(x: Tensor, links: Any, to: int) -> dist.Work:
+def share_limit(group: dist.ProcessGroup) -> None:
+    """Makes torch's collectives of a group wait as long as :func:`limit` says."""
+    if _limit(group) != limit(group):
+        dist.distributed_c10d._set_pg_timeout(limit(group), group)
+
+
+class Message:
+    """A message on its way between processes of a group of gloo."""
+
+    def __init__(self, work: dist.Work, seconds: timedelta):
+        self._work, self._seconds = work, seconds
+
+    def wait(self) -> None:
+        self._work.wait(self._seconds)  # gloo's connections keep the limit that they were made with
+
+
+Handle: TypeAlias = dist.Work | Message
+
+
+def send(x: Tensor, links: Any, to: int) -> Handle:
     """Starts to send x to a rank of ``links``, a group or connections by :func:`connect`."""
-    return links.send([x], to, 0)
+    return _limited(links.send([x], to, 0), links)
 
 
-def receive(x: Tensor, links: Any, source: int) -> dist.Work:
+def receive(x: Tensor, links: Any, source: int) -> Handle:
     """Starts to receive x from a rank of ``links``."""
-    return links.recv([x], source, 0)
+    return _limited(links.recv([x], source, 0), links)
+
+
+def _limited(work: dist.Work, links: Any) -> Handle:
+    return Message(work, limit(links)) if isinstance(links, dist.ProcessGroup) else work

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .failure import explained, note_failures, noted
-from .gloo import connect, limit, receive, send
+from .gloo import connect, limit, receive, send, share_limit
 from .threads import Threads, outermost
 
 T = TypeVar("T")
@@ -109,6 +109,7 @@ class Channel(Connections):
 
     def __init__(self, group: dist.ProcessGroup):
         note_failures()
+        share_limit(group)
         super().__init__(connect(group), dist.get_process_group_ranks(group).__getitem__, limit(group).total_seconds())
         self.threads = Threads()
         self.comparisons = memoryview(array.array("q", [0] * self.size))  # begun by each rank; shared where they can

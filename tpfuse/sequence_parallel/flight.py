@@ -71,8 +71,8 @@ class Flight:
         self.after = [(self.rank + s) % self.size for s in range(1, self.size)]
         # tile before[i] comes when after[i] is posted
         self.before = [(self.rank - s) % self.size for s in range(1, self.size)]
-        self._leaving: list[dist.Work] = []
-        self._coming: dict[tuple[int, int], list[dist.Work]] = {}
+        self._leaving: list[gloo.Handle] = []
+        self._coming: dict[tuple[int, int], list[gloo.Handle]] = {}
         if not in_pairs(received):
             with named(f"{label}: reaching all ranks", self.group):
                 self._down = way_back(self.group)
@@ -107,7 +107,7 @@ class Flight:
             source = (2 * self.rank - to) % self.size
             messages.append(dist.P2POp(dist.isend, self.outgoing(to, rows), group=self.group, group_peer=to))
             messages.append(dist.P2POp(dist.irecv, self.received[source, rows], group=self.group, group_peer=source))
-        handles = dist.batch_isend_irecv(messages)
+        handles: list[gloo.Handle] = [*dist.batch_isend_irecv(messages)]
         for to in peers:
             self._coming[(2 * self.rank - to) % self.size, rows.start] = handles
 
