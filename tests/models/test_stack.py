@@ -228,8 +228,8 @@ def of_any_size(world, name, dynamic=None, **split):
     (compiled, eager), counter = (make(name, tp) for _ in range(2)), CompileCounterWithBackend("aot_eager")
     compiled.compile(fullgraph=True, backend=counter, dynamic=dynamic)
     eager.load_state_dict(compiled.state_dict())
-    for size in SIZES:
-        call = batch(MODELS[name][1], *size) | dict(step=3)
+    for i, size in enumerate(SIZES):
+        call = batch(MODELS[name][1], *size) | dict(step=3 + i, loss_normalizer=9.5 + i)
         graph, plain = (results(model, call) for model in (compiled, eager))
         assert_equal(graph, plain)
         for model in (compiled, eager):
@@ -240,7 +240,7 @@ def of_any_size(world, name, dynamic=None, **split):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "neox", "bert"])
 def test_one_graph_serves_calls_of_any_size(name):
-    """The first call has a graph of its own sizes, by torch's default, and the second one of any."""
+    """The first call has a graph of its own sizes and numbers, by torch's default, and the second one of any."""
     assert of_any_size(None, name) == 2
 
 

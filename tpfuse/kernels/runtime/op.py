@@ -314,6 +314,8 @@ def scalar(value: float | Tensor, dtype: torch.dtype, device: torch.device | str
     would have to be waited for with a copy."""
     if isinstance(value, Tensor):
         return value.to(device, dtype)
+    if isinstance(value, float) and torch.compiler.is_compiling():  # of full() it would be a constant of the graph
+        return torch.zeros((), dtype=dtype, device=device) + value
     return torch.full((), value, dtype=dtype, device=device)
 
 
