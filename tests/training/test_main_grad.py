@@ -312,6 +312,21 @@ def test_replicas_of_other_shapes_are_refused(ranks):
     assert first == second and "MainGrad: trainable parameters must be the same" in first
 
 
+def without_a_call(world):
+    model = GPT(STEP_CONFIG, dp=world.mesh(2, 1)["dp"])
+    main = MainGrad(model, world.group)
+    if world.rank == 0:
+        backward(model, 0)
+    with pytest.raises(ValueError) as caught:
+        main.reduce()
+    return str(caught.value)
+
+
+def test_a_replica_without_a_call_is_named(ranks):
+    said = "calls of this step that add to a gradient must be the same on every data-parallel rank, got rank 0: some;"
+    assert ranks(2, without_a_call) == [f"MainGrad: {said} rank 1: none"] * 2
+
+
 # ---- weights in fp32 ----
 
 

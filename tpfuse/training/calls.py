@@ -28,6 +28,7 @@ from ..ranks.messages import attempt, channel, raise_together
 T = TypeVar("T")
 _STEP = "model.step after a call"
 _CLIPPED = "max_norm of clip_grad_norm_ before a call"
+_COUNTED = "calls of this step that add to a gradient"
 _CAUSE = "a call with dropout and without step= counts as a step; unequal numbers of micro-batches need step="
 
 
@@ -89,6 +90,7 @@ class CallRecord:
         if error is not None or bool(heads[:, 1].any()):
             raise_together(error, [group])
         if bool((heads[:, 0] != heads[0, 0]).any()):
+            agree(group, self._header, {_COUNTED: Described("some" if calls else "none")})
             values = _values(calls)
             agree(group, self._header, {key: Described(", ".join(texts)) for key, texts in values.items()})
             several = [key for key, texts in values.items() if len(texts) > 1]

@@ -4,6 +4,7 @@ Spans: all of tpfuse/training/checkpoint/: save and load as a training run calls
 """
 
 import json
+import operator
 import os
 import shutil
 import signal
@@ -201,6 +202,27 @@ def test_other_optimizers(tmp_path, make):
                 optimizer.zero_grad()
         found.append(state(model, optimizer))
     assert_equal(*found)
+
+
+def test_numbers_that_are_tensors_come_back_in_place(tmp_path):
+    """A compiled step holds on to them."""
+    rate, betas = torch.tensor(0.5), (torch.tensor(0.25), torch.tensor(0.75))
+    model, _ = made(steps=1)
+    optimizer = torch.optim.AdamW(param_groups(model, 0.1), lr=rate, betas=betas)
+    save_checkpoint(tmp_path, model, optimizer, step=1)
+    for number in rate, *betas:
+        number.fill_(0)
+    load_checkpoint(tmp_path, model, optimizer)
+    (group, *_) = optimizer.param_groups
+    assert group["lr"] is rate and all(map(operator.is_, group["betas"], betas))
+    assert (rate, *betas) == (0.5, 0.25, 0.75)
+
+
+def test_a_checkpoint_without_an_optimizer_says_so(tmp_path):
+    model, optimizer = made(steps=1)
+    save_checkpoint(tmp_path, model, [], step=1)
+    with pytest.raises(ValueError, match="the optimizer is AdamW, .* was written with none"):
+        load_checkpoint(tmp_path, model, optimizer)
 
 
 def test_state_that_cannot_be_resharded_is_refused(tmp_path):

@@ -138,7 +138,8 @@ def _check(checkpoint: _Checkpoint, stock: state.Stock, wanted: _Wanted) -> None
     if wanted.optimizers:
         kind = state.kinds_of(wanted.optimizers)
         if meta.get("optimizer", kind) != kind:
-            raise ValueError(f"the optimizer is {kind}, {path} was written with {meta['optimizer'][:60]}")
+            written = meta["optimizer"][:60] or "none"
+            raise ValueError(f"the optimizer is {kind}, {path} was written with {written}")
         groups = state.groups_of(wanted.entries, wanted.optimizers)
         state.check_numbers(path, meta["param_groups"], wanted.optimizers)
         state.check_groups(path, groups, meta["param_groups"], wanted.elsewhere)

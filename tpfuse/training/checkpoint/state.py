@@ -171,14 +171,20 @@ def groups_of(entries: Entries, optimizers: Iterable[Optimizer]) -> list[Group]:
     missing = [p for group in groups for p in group["params"] if id(original_of(p)) not in names]
     if missing:
         raise ValueError(f"the optimizer holds a parameter of shape {tuple(missing[0].shape)} that is not the model's")
-    plain = lambda v: v.item() if isinstance(v, Tensor) else v
     return [
         {
-            k: [*dict.fromkeys(names[id(original_of(p))] for p in v)] if k == "params" else plain(v)
+            k: [*dict.fromkeys(names[id(original_of(p))] for p in v)] if k == "params" else _numbers(v)
             for k, v in group.items()
         }
         for group in groups
     ]
+
+
+def _numbers(value: Any) -> Any:
+    """Returns a group's value without tensors."""
+    if isinstance(value, list | tuple):
+        return [_numbers(v) for v in value]
+    return value.item() if isinstance(value, Tensor) else value
 
 
 def kinds_of(optimizers: Iterable[Optimizer]) -> str:
@@ -345,7 +351,15 @@ def put_optimizers(optimizers: Sequence[Optimizer], state: OptimizerState, group
                 owner.optimizer.state[owner.weight] = values
     for group, saved in zip([g for optimizer in optimizers for g in optimizer.param_groups], groups, strict=True):
         for k, v in saved.items():
-            if isinstance(group.get(k), Tensor):  # a learning rate that a compiled step holds on to
-                group[k].fill_(v)
-            elif k != "params":
-                group[k] = tuple(v) if isinstance(v, list) else v
+            if k != "params":
+                group[k] = _placed(v, group.get(k))
+
+
+def _placed(value: Any, current: Any) -> Any:
+    """Returns a group's value as JSON had it, in the tensors of the current one: a compiled step holds on to them."""
+    if isinstance(current, Tensor):
+        return current.fill_(value)
+    if not isinstance(value, list):
+        return value
+    alike = isinstance(current, list | tuple) and len(current) == len(value)
+    return tuple(_placed(v, current[i] if alike else None) for i, v in enumerate(value))
