@@ -36,12 +36,12 @@ def test_a_group_without_a_limit_has_the_worlds(ranks):
 def late(world):
     """-> the error of a message that does not come in time"""
     group = dist.new_group([0, 1])
-    assert isinstance(gloo.receive(torch.empty(3), group, 1 - world.rank), gloo.Message)
+    assert isinstance(gloo.receive(torch.empty(3), group, 1 - world.rank), gloo.LimitedWork)
     if world.rank == 1:
         time.sleep(1.5)
         return ""
     with pytest.raises(RuntimeError) as raised:
-        gloo.Message(group.recv([torch.empty(3)], 1, 1), timedelta(seconds=0.3)).wait()
+        gloo.LimitedWork(group.recv([torch.empty(3)], 1, 1), timedelta(seconds=0.3)).wait()
     return str(raised.value)
 
 

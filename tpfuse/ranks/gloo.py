@@ -49,7 +49,7 @@ def share_limit(group: dist.ProcessGroup) -> None:
         dist.distributed_c10d._set_pg_timeout(limit(group), group)
 
 
-class Message:
+class LimitedWork:
     """A message on its way between processes of a group of gloo."""
 
     def __init__(self, work: dist.Work, seconds: timedelta):
@@ -59,7 +59,7 @@ class Message:
         self._work.wait(self._seconds)  # gloo's connections keep the limit that they were made with
 
 
-Handle: TypeAlias = dist.Work | Message
+Handle: TypeAlias = dist.Work | LimitedWork
 
 
 def send(x: Tensor, links: Any, to: int) -> Handle:
@@ -73,4 +73,4 @@ def receive(x: Tensor, links: Any, source: int) -> Handle:
 
 
 def _limited(work: dist.Work, links: Any) -> Handle:
-    return Message(work, limit(links)) if isinstance(links, dist.ProcessGroup) else work
+    return LimitedWork(work, limit(links)) if isinstance(links, dist.ProcessGroup) else work
