@@ -250,6 +250,29 @@ def test_one_graph_serves_calls_of_any_size_on_two_ranks(ranks, name, split):
     assert ranks(2, functools.partial(of_any_size, **split), name) == [2, 2]
 
 
+def of_pieces(world):
+    """-> how many graphs calls of a model over context-parallel ranks are, with the losses and gradients of none"""
+    torch._dynamo.reset()
+    mesh = world.pieces(1, 2, 1)
+    tp = TensorParallel(mesh["tp"], sequence_parallel=True, cp=mesh["cp"])
+    (compiled, eager), counter = (make("llama", tp) for _ in range(2)), CompileCounterWithBackend("aot_eager")
+    compiled.compile(fullgraph=True, backend=counter)
+    for i, size in enumerate([(2, 8), (3, 12), (2, 16), (4, 20)]):
+        losses = []
+        for model in (compiled, eager):
+            loss = model(**batch(GPT_CONFIG, *size), step=3 + i).loss
+            loss.backward()
+            losses.append(loss.detach())
+        assert torch.equal(*losses)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(compiled.parameters(), eager.parameters(), strict=True))
+    return counter.frame_count
+
+
+@pytest.mark.slow
+def test_one_graph_serves_pieces_of_any_length(ranks):
+    assert ranks(2, of_pieces) == [2, 2]
+
+
 def test_with_dynamic_shapes_from_the_start():
     """The second call finds that the step was counted on."""
     assert of_any_size(None, "gpt2", True) <= 2

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.attn.options import Options, scores
+from ..kernels.attn.options import Options, scores_left
 from ..kernels.runtime.launch import target
 from ..kernels.runtime.leaves import check_device
 from ..kernels.runtime.tuning import tuned
@@ -156,7 +156,7 @@ def rounds_of_heads(qkv: Tensor, options: Options, cp: TensorParallel) -> int:
     most = most_rounds(G // cp.size, cp)
     if most == 1:
         return 1
-    scored, _ = scores(qkv, options)
+    scored = scores_left(qkv, options)
     sent = OverlapSizes(
         bytes=4 * m * G * (slots - 1) * E * qkv.element_size() * (cp.size - 1) // cp.size,
         messages=4 * most * (cp.size - 1),

@@ -86,12 +86,17 @@ def scores(x: Tensor, options: Options, chunk: QueryChunk | None = None) -> tupl
     A product over the first is 2 E flops each; a triangle of n rows counts n^2 / 2, as is customary.  The second is
     counted in tiles of 128 queries with the keys that any of them sees.  Documents are not known from shapes.
     """
-    S, rows, computed = options.seq, query_positions(options, chunk), 0
-    heads = options.batch * x.shape[1] * (x.shape[2] - (2 if chunk is None else 0))
+    rows, computed = query_positions(options, chunk), 0
     for start in range(rows.start, rows.stop, 128):
         end = min(start + 128, rows.stop)
         begin, stop = keys_in_range(options, start, end)
         computed += (end - start) * (stop - begin)
+    return scores_left(x, options, chunk), _heads(x, options, chunk) * computed
+
+
+def scores_left(x: Tensor, options: Options, chunk: QueryChunk | None = None) -> int:
+    """Returns the first number of :func:`scores`, of any length in one graph of torch.compile."""
+    S, rows = options.seq, query_positions(options, chunk)
     span = S if options.window is None else min(options.window, S)
 
     def twice_before(position: int) -> int:
@@ -104,7 +109,12 @@ def scores(x: Tensor, options: Options, chunk: QueryChunk | None = None) -> tupl
         left -= min(span, rows.stop) - min(span, rows.start)
     else:  # keys behind a query are those before it, counted from the other end; its own is counted twice
         left += twice_before(S - rows.start) - twice_before(S - rows.stop) - 2 * (rows.stop - rows.start)
-    return heads * (left // 2), heads * computed
+    return _heads(x, options, chunk) * (left // 2)
+
+
+def _heads(x: Tensor, options: Options, chunk: QueryChunk | None) -> int:
+    """Returns the query heads of all samples."""
+    return options.batch * x.shape[1] * (x.shape[2] - (2 if chunk is None else 0))
 
 
 # ---- checks ----
