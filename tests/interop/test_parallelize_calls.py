@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from tests.common import assert_close, assert_equal, error, make_tp
@@ -385,3 +386,16 @@ def test_none_in_a_call_switches_off_what_the_config_says():
     want = theirs.generate(ids, repetition_penalty=None, **call)
     assert not torch.equal(want, with_penalty)
     assert torch.equal(parallelize(theirs).generate(ids, repetition_penalty=None, **call), want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert-mlm", "llama base"])
+def test_one_graph_serves_calls_of_any_size(name):
+    torch._dynamo.reset()
+    module, counter = parallelize(model_of(name)).eval(), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, fullgraph=True, backend=counter)
+    for size in (2, 8), (3, 9), (2, 12):
+        ids = batch(module.config, *size)["input_ids"]
+        graph, eager = (call(input_ids=ids, use_cache=False) for call in (compiled, module))
+        assert type(graph) is type(eager) and torch.equal(graph[0], eager[0])
+    assert counter.frame_count == 2

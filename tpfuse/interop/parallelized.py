@@ -4,7 +4,7 @@ import functools
 import math
 import re
 import warnings
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -103,6 +103,7 @@ class Parallelized(Vocabulary, nn.Module):
 
     parallel: Model
     tpfuse_original: type
+    tpfuse_outputs: Mapping[str, Any]  # the class of what a call returns, by transformers' class
     tpfuse_parts: tuple[str, ...] = ()  # of the module that are no more
     tpfuse_adapter = False  # True after add_adapter or load_adapter: save_pretrained writes the adapter
     tpfuse_driver = False  # True in a TrainerMixin, which knows the split
@@ -196,12 +197,11 @@ class Parallelized(Vocabulary, nn.Module):
         if head and outputs.logits is not None:
             logits = whole_logits(outputs.logits, self.parallel.config.vocab_size, self.parallel.tp)
             outputs = outputs._replace(logits=logits)
-        output_class = getattr(import_module("transformers.modeling_outputs"), COUNTERPARTS[name].output)
         values = {key: value for key, value in outputs._asdict().items() if value is not None}
         balance = values.pop("balance_loss", None)
         if balance is not None and self.config.router_aux_loss_coef:  # transformers gives it without its factor
             values["aux_loss"] = balance / self.config.router_aux_loss_coef
-        result = output_class(**values)
+        result = self.tpfuse_outputs[name](**values)
         return result if (self.config.return_dict if return_dict is None else return_dict) else result.to_tuple()
 
     def _decode(self, inputs: Inputs, by_positions: bool) -> Output:
@@ -395,7 +395,12 @@ def class_of(original: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._forward(signature.bind(self, args, kwargs))
 
-    members = dict(forward=forward, tpfuse_original=original, __module__=original.__module__, __doc__=original.__doc__)
+    module = import_module("transformers.modeling_outputs")
+    outputs = {name: getattr(module, counterpart.output) for name, counterpart in COUNTERPARTS.items()}
+    members = dict(
+        forward=forward, tpfuse_original=original, tpfuse_outputs=outputs, __module__=original.__module__,
+        __doc__=original.__doc__,
+    )  # fmt: skip
     return type(original.__name__, (Parallelized, original), members)
 
 
