@@ -94,10 +94,17 @@ def limited(phrase: str, accepts: Callable[[Any], bool], *, integer: bool = Fals
     return Rule(broken, integer)
 
 
-# The largest float, which an integer may exceed.  Of a name of it torch.compile(dynamic=True) would make a symbol that
-# belongs to the first autograd function in whose trace it is met, and a second one's could not use it.
-POSITIVE = limited("be positive and finite", lambda v: 0 < v <= 1.7976931348623157e308)
-NOT_NEGATIVE = limited("be at least 0 and finite", lambda v: 0 <= v <= 1.7976931348623157e308)
+def _fits_float(v: Any) -> bool:
+    """Returns whether v is at most the largest float, which an integer may exceed.
+
+    Of a name of that float torch.compile(dynamic=True) would make a symbol that belongs to the first autograd function
+    in whose trace it is met, and a second one's could not use it.
+    """
+    return bool(v <= 1.7976931348623157e308)
+
+
+POSITIVE = limited("be positive and finite", lambda v: v > 0 and _fits_float(v))
+NOT_NEGATIVE = limited("be at least 0 and finite", lambda v: v >= 0 and _fits_float(v))
 WHOLE = limited("be at least 0", lambda v: 0 <= v < 1 << 63, integer=True)
 COUNT = limited("be at least 1", lambda v: 1 <= v < 1 << 63, integer=True)
 STEP = limited("lie in 0 to 2**63 - 1", lambda v: 0 <= v < 1 << 63, integer=True)
