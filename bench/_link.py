@@ -7,6 +7,7 @@ tbf counts every byte of a frame; the burst of 256 kB is 2 ms of it at 1 Gbit/s.
 import contextlib
 import ctypes
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -16,8 +17,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-
-from bench.port import free_port
 
 T = TypeVar("T")
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
@@ -98,6 +97,13 @@ def at_rates(rates: list[float], ranks: int, run: Callable[[float, list[End]], T
                 shape(ends, gbit)
             results.append(run(gbit, halves if gbit else unshaped(ranks)))
         return results
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port: int = s.getsockname()[1]
+    return port
 
 
 def of_ranks(

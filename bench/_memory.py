@@ -19,7 +19,6 @@ import functools
 import json
 import os
 import queue
-import socket
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -30,6 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 import tpfuse
+from bench._link import free_port
 from tests.forking import forking
 from tpfuse import TensorParallel
 from tpfuse.models import GPT, GPTConfig
@@ -154,9 +154,7 @@ def _measure(rank: int, name: str, steps: int, port: int, results: Any) -> None:
 
 def measure(name: str, steps: int) -> dict[str, tuple[float, float]]:
     """Runs a case -> slope and standard error of each part of a sample, on the rank where it is largest."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    results = forking().Queue()
+    port, results = free_port(), forking().Queue()
     arguments = lambda rank: dict(target=_measure, args=(rank, name, steps, port, results), daemon=True)
     processes = [forking().Process(**arguments(rank)) for rank in range(CASES[name][1])]
     try:

@@ -9,7 +9,6 @@ python -m bench.composition                         # the table from that file a
 import json
 import pathlib
 import sys
-from xml.etree import ElementTree
 
 from bench import documents
 
@@ -79,13 +78,8 @@ NOT_APPLICABLE = {
 def read(report: pathlib.Path) -> dict[str, dict[str, str]]:
     """A junit report -> {row: {column: the largest error, or "refused: " and why}}.  ValueError where a test failed."""
     results: dict[str, dict[str, str]] = {}
-    for case in ElementTree.parse(report).iter("testcase"):
-        if case.find("failure") is not None or case.find("error") is not None:
-            raise ValueError(f"{case.get('name')} failed: no table is made of that")
-        for item in case.iter("property"):
-            if item.get("name") == "composition":
-                row, column, outcome = json.loads(item.get("value", ""))
-                results.setdefault(row, {})[column] = outcome
+    for row, column, outcome in documents.properties(report, "composition"):
+        results.setdefault(row, {})[column] = outcome
     return results
 
 

@@ -5,8 +5,11 @@
 <!-- end of support -->
 """
 
+import json
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+from xml.etree import ElementTree
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 
@@ -17,7 +20,7 @@ def markers(command: str, part: str) -> tuple[str, str]:
 
 
 def replaced(text: str, command: str, part: str, content: str) -> str:
-    """``text`` with ``made`` between the markers; ValueError without them."""
+    """``text`` with ``content`` between the markers; ValueError without them."""
     begin, end = markers(command, part)
     head, opened, tail = text.partition(begin)
     _, closed, foot = tail.partition(end)
@@ -42,3 +45,17 @@ def line(cells: Iterable[str]) -> str:
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table in Markdown."""
     return "\n".join([line(heads), "|---" * len(heads) + "|", *map(line, rows)])
+
+
+def spread(quartiles: Iterable[float], form: str = "{:.2f}", times: float = 1) -> str:
+    """The median of three quartiles, and behind it the others."""
+    low, middle, high = (form.format(times * value) for value in quartiles)
+    return f"{middle} ({low} to {high})"
+
+
+def properties(report: pathlib.Path, name: str) -> Iterator[Any]:
+    """The values of a property that the tests of a junit report recorded.  ValueError where a test failed."""
+    for case in ElementTree.parse(report).iter("testcase"):
+        if case.find("failure") is not None or case.find("error") is not None:
+            raise ValueError(f"{case.get('name')} failed: no table is made of that")
+        yield from (json.loads(x.get("value", "")) for x in case.iter("property") if x.get("name") == name)

@@ -12,18 +12,15 @@ from torch import Tensor
 from tpfuse import MainGrad
 from tpfuse.models import GPT, GPTConfig
 from tpfuse.tools.accuracy import rms_error
+from tpfuse.tools.ledger.layer import default_dtype
 
 CONFIG = GPTConfig(vocab_size=97, max_positions=32, hidden_size=48, num_layers=1, num_heads=4, ffn_size=84)
 COUNTS = 1, 4, 16, 64
 
 
 def model() -> GPT:
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
+    with default_dtype(torch.bfloat16):
         return GPT(CONFIG)
-    finally:
-        torch.set_default_dtype(default)
 
 
 def backward(model: GPT, i: int) -> None:

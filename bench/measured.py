@@ -195,10 +195,7 @@ def of_kinds(name: str) -> list[dict]:
 
 
 def quartiles(values: list[float] | None) -> str:
-    if values is None:
-        return NOT_YET
-    low, mid, high = values
-    return f"{mid:.2f} ({low:.2f} to {high:.2f})"
+    return NOT_YET if values is None else documents.spread(values)
 
 
 def by_kind(kinds: list[dict], of_case: Callable[[dict], Case], value: Callable[[dict], Any]) -> dict[Case, list[Any]]:
@@ -206,11 +203,6 @@ def by_kind(kinds: list[dict], of_case: Callable[[dict], Case], value: Callable[
     each = [{of_case(row): value(row) for row in result["rows"]} for result in kinds]
     cases = dict.fromkeys(case for values in each for case in values)
     return {case: [values.get(case) for values in each] for case in cases}
-
-
-def speeds_of(kinds: list[dict], of_case: Callable[[dict], Case]) -> dict[Case, list[list[float] | None]]:
-    """Returns the quartiles of speeds, as :func:`by_kind`."""
-    return by_kind(kinds, of_case, lambda row: row["speed"])
 
 
 def earliest(kinds: list[dict], of_case: Callable[[dict], Case], value: Callable[[dict], Any]) -> dict[Case, Any]:
@@ -229,7 +221,7 @@ def train_step(kinds: list[dict]) -> str:
     heads = "blocks", "dtype", "attention dropout", "", *columns, "saved bytes / sbh, per layer and rank"
     heads += ("peak memory of a step, MiB",)
     of_case = lambda row: (row["kind"], row["dtype"], f"{row['attention_dropout']:g}", row["provider"])
-    speeds = speeds_of(kinds, of_case)
+    speeds = by_kind(kinds, of_case, lambda row: row["speed"])
     memory = earliest(kinds, of_case, lambda row: (f"{row['saved_sbh']:.1f}", f"{row['peak_rss_mib']:.0f}"))
     lines = [(*case, *map(quartiles, each), *memory[case]) for case, each in speeds.items()]
     claims = {" ".join(c): [q[1] for q in each if q] for c, each in speeds.items() if c[3].startswith("tpfuse")}
@@ -311,7 +303,7 @@ def pipeline(kinds: list[dict]) -> str:
         return f"Training under each schedule: {NOT_YET}."
     heads = "schedule", "", *machine.heads("tokens/s over tpfuse's 1F1B (quartiles)", kinds)
     of_case = lambda row: (row["schedule"], row["provider"])
-    speeds, lines, claims = speeds_of(kinds, of_case), [], {}
+    speeds, lines, claims = by_kind(kinds, of_case, lambda row: row["speed"]), [], {}
     for row in sorted(kinds[0]["rows"], key=lambda row: row["bubble"], reverse=True):
         each, memory = speeds[of_case(row)], (f"{100 * row['bubble']:.1f}", f"{row['saved_bytes'] / 2**20:.1f}")
         lines.append((*of_case(row), *map(quartiles, each), *memory))

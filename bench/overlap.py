@@ -16,25 +16,22 @@ Unshaped is one machine, where "auto" does not overlap; so it runs, and says so,
 
 import argparse
 import json
-import os
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 
 from bench import machine
-from bench._link import End, namespaces, shape, unshaped
+from bench._link import End, at_rates, of_ranks, unshaped
 from bench._parser import parser_of
 from bench.models.peers import KINDS, MLP, Attention, Block, Stack, dtensor_block, dtensor_norm
 from bench.models.train_step import DTYPES, OurStack, full_weights
-from bench.port import free_port
 from tpfuse import TensorParallel
 from tpfuse.kernels.runtime.tuning import TABLE, bucket
 from tpfuse.layers import ParallelAttention, ParallelMLP
@@ -251,37 +248,24 @@ def measure_link(args: argparse.Namespace, rig: Rig) -> dict[str, float]:
     )
 
 
-def worker(rank: int, args: argparse.Namespace, ends: list[End], port: int, gbit: float, results) -> None:
-    ends[rank].join()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://{ends[rank].master}:{port}", rank=rank, world_size=args.tp)
-    mesh = dist.device_mesh.init_device_mesh("cpu", (args.tp,))
+def measure_all(args: argparse.Namespace, gbit: float) -> list[dict]:
+    """Returns the rows of this rate, and prints each when it is measured; with ``--write`` the links of all dtypes."""
+    mesh, rows = dist.device_mesh.init_device_mesh("cpu", (args.tp,)), []
     for dtype in args.dtype:
         rig = Rig(args, DTYPES[dtype], mesh)
         if args.write:
-            row = measure_link(args, rig)
-            if rank == 0:
-                results.put({bucket(DTYPES[dtype], (args.tp,)): row})
+            rows.append({bucket(DTYPES[dtype], (args.tp,)): measure_link(args, rig)})
             continue
         for part in args.part:
             for backward in (True,) if part == "train step" else (False, True):
-                row = measure(args, rig, part, backward, gbit)
-                if rank == 0:
-                    results.put(row)
-    dist.barrier()
-    dist.destroy_process_group()
+                rows.append(measure(args, rig, part, backward, gbit))
+                if dist.get_rank() == 0:
+                    print(line(rows[-1]), flush=True)
+    return rows
 
 
-def launch(args: argparse.Namespace, ends: list[End], gbit: float) -> Iterator[dict]:
-    """Rows as they are measured."""
-    results = mp.get_context("spawn").Manager().Queue()
-    os.environ.update(OMP_NUM_THREADS="1", **KEEP)
-    running = mp.spawn(worker, (args, ends, free_port(), gbit, results), nprocs=args.tp, join=False, daemon=True)
-    ended = False
-    while not ended:
-        ended = running.join(timeout=0.2)
-        while not results.empty():
-            yield results.get()
+def launch(args: argparse.Namespace, gbit: float, ends: list[End]) -> list[dict]:
+    return of_ranks(measure_all, ends, args, gbit, environment=KEEP)
 
 
 # ---- output ----
@@ -342,7 +326,7 @@ def plot(rows: list[dict], path: str) -> None:
 def write(args: argparse.Namespace) -> None:
     link: dict[str, dict] = {}
     for args.tp in (2, 4):
-        for row in launch(args, unshaped(args.tp), 0.0):
+        for row in launch(args, 0.0, unshaped(args.tp)):
             link |= row
     table = json.loads(TABLE.read_text())
     table.setdefault("cpu", {})["overlap"] = link
@@ -350,31 +334,13 @@ def write(args: argparse.Namespace) -> None:
     print(json.dumps(link, indent=1))
 
 
-def run(args: argparse.Namespace, ends: list[End], shaped: bool) -> list[dict]:
-    print(HEAD + "\n" + "|---" * HEAD.count(" | ") + "|---|")
-    rows = []
-    for gbit in args.rate:
-        if shaped and gbit:
-            shape(ends, gbit)
-        for row in launch(args, ends if gbit else unshaped(args.tp), gbit):
-            print(line(row), flush=True)
-            rows.append(row)
-    return rows
-
-
 def main() -> None:
     args = arguments()
     if args.write:
         return write(args)
-    try:
-        if args.tp != 2:
-            raise OSError(f"{args.tp} ranks share one machine")
-        with namespaces() as ends:
-            rows = run(args, ends, True)
-    except OSError as error:
-        print(f"no shaped link ({error}): unshaped", file=sys.stderr)
-        args.rate = [0.0]
-        rows = run(args, unshaped(args.tp), False)
+    print(HEAD + "\n" + "|---" * HEAD.count(" | ") + "|---|", flush=True)
+    rows = [row for rows in at_rates(args.rate, args.tp, partial(launch, args)) for row in rows]
+    args.rate = sorted({row["gbit"] for row in rows})
     if args.json:
         with open(args.json, "w") as file:
             json.dump(dict(machine=machine.this_machine(), arguments=vars(args), rows=rows), file, indent=1)

@@ -8,22 +8,20 @@ Microseconds a call, the median and the quartiles of the rounds, which take all 
 """
 
 import argparse
-import os
 import statistics
 import time
 from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from bench._parser import parser_of
-from bench.port import free_port
 from tpfuse import TensorParallel
 from tpfuse.collectives import all_gather, all_to_all, start_all_gather
 from tpfuse.ranks.shared_memory import shared_memory
 from tpfuse.ranks.turns import ROOM
+from tpfuse.tools.ledger.processes import on_ranks
 
 CALLS = 50
 
@@ -54,14 +52,11 @@ def gloo_exchange(x: Tensor, group: dist.ProcessGroup) -> None:
     dist.all_to_all_single(torch.empty_like(x), x, group=group)
 
 
-def run(rank: int, args: argparse.Namespace, port: int) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=args.tp)
+def run(args: argparse.Namespace) -> None:
     tp = TensorParallel(dist.group.WORLD)
     memory = shared_memory(tp.group)
     if memory is None:
-        raise SystemExit("bench.shared_memory: these ranks share no memory: it needs Linux on an x86 processor")
+        raise RuntimeError("bench.shared_memory: these ranks share no memory: it needs Linux on an x86 processor")
     for kilobytes in args.kilobytes or [2, 32, 512, 3072]:
         x = torch.randn(256 * kilobytes)
         tiles = torch.randn(tp.size, 256 * kilobytes // (tp.size - 1))
@@ -77,17 +72,16 @@ def run(rank: int, args: argparse.Namespace, port: int) -> None:
         for _ in range(args.rounds):
             for name, call in calls.items():
                 times[name].append(1e6 * seconds(call))
-        if rank == 0:
+        if tp.rank == 0:
             for name, values in times.items():
                 low, mid, high = statistics.quantiles(values, n=4)
                 row = f"{kilobytes:4} kB, {tp.size} ranks, {name:15} {mid:6.0f} us ({low:.0f} to {high:.0f})"
                 print(row, flush=True)
-    dist.destroy_process_group()
 
 
 def main() -> None:
     args = arguments()
-    mp.spawn(run, (args, free_port()), nprocs=args.tp)
+    on_ranks(args.tp, run, args)
 
 
 if __name__ == "__main__":

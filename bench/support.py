@@ -11,7 +11,6 @@ for the cell (the property "parity": see tests/models/conftest.py).
 import json
 import pathlib
 import sys
-from xml.etree import ElementTree
 
 from bench import documents
 
@@ -53,15 +52,10 @@ NO_PART_OF = {  # a family
 def read(report: pathlib.Path) -> dict[str, dict[str, dict]]:
     """A junit report -> {family: {feature: {"error": the largest, "R": sizes}}}.  ValueError where a test failed."""
     cells: dict[str, dict[str, dict]] = {}
-    for case in ElementTree.parse(report).iter("testcase"):
-        if case.find("failure") is not None or case.find("error") is not None:
-            raise ValueError(f"{case.get('name')} failed: no table is made of that")
-        for item in case.iter("property"):
-            if item.get("name") == "parity":
-                family, feature, ranks, error = json.loads(item.get("value", ""))
-                cell = cells.setdefault(family, {}).setdefault(feature, {"error": 0.0, "R": []})
-                cell["error"] = max(cell["error"], error)
-                cell["R"] = sorted({*cell["R"], ranks})
+    for family, feature, ranks, error in documents.properties(report, "parity"):
+        cell = cells.setdefault(family, {}).setdefault(feature, {"error": 0.0, "R": []})
+        cell["error"] = max(cell["error"], error)
+        cell["R"] = sorted({*cell["R"], ranks})
     return {
         family: {f: cells.get(family, {}).get(f) for f in FEATURES if f in cells.get(family, {})} for family in FAMILIES
     }

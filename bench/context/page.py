@@ -7,7 +7,7 @@ import pathlib
 
 from bench import documents, machine
 from bench.context import ATTENTION, GROUPS, KINDS, RANKS
-from bench.ddp.page import link, spread
+from bench.ddp.page import link
 from bench.measured import NOT_YET, of_kinds, with_machines
 
 PAGE = documents.DOCS / "context.md"
@@ -43,7 +43,7 @@ def speed(results: list[dict]) -> str:
 def _cell(row: dict | None, group: str, kind: str) -> str:
     if row is None:
         return NOT_YET
-    return f"{1e3 * row[group]['seconds'][kind][1]:.0f}, {spread(row[group]['over'][kind])}"
+    return f"{1e3 * row[group]['seconds'][kind][1]:.0f}, {documents.spread(row[group]['over'][kind])}"
 
 
 def picture(result: dict) -> str:

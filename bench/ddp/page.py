@@ -7,6 +7,7 @@ import pathlib
 
 from bench import documents, machine
 from bench.ddp import BUCKETS, MICRO_BATCHES, USUAL
+from bench.documents import spread
 from bench.measured import NOT_YET, of_kinds, with_machines
 
 PAGE = documents.DOCS / "data_parallel.md"
@@ -17,11 +18,6 @@ CHANGES = [name for name in (*BUCKETS, "copied gradients", "static graph", *MICR
 
 def link(row: dict) -> str:
     return f"{row['gbit']:g} Gbit/s" if row["gbit"] else "one machine"
-
-
-def spread(quartiles: list[float], form: str = "{:.2f}", times: float = 1) -> str:
-    low, middle, high = (form.format(times * value) for value in quartiles)
-    return f"{middle} ({low} to {high})"
 
 
 def settings(results: list[dict]) -> str:

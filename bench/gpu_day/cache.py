@@ -14,18 +14,15 @@ import zlib
 ROOT = pathlib.Path(tempfile.gettempdir()) / "tpfuse-gpu-day" / "cache"
 SIZE, FILES = 15_000_000, 3  # with results.json, log.txt and this repository less than the 64 MiB that travel back
 MARGIN = 300_000  # bytes that the compressor may still hold when a file's size is asked
-DEPTH = 2
 FOLDERS = "triton", "inductor"  # in order of worth
 
 
 def entries(root: pathlib.Path) -> list[pathlib.Path]:
     """Triton's first, and of each the oldest: what every call compiles comes before the candidates of a tuning."""
     files = []
-    for name in FOLDERS:
-        level = [root / name] if (root / name).is_dir() else []
-        for _ in range(DEPTH - 1):
-            level = [below for path in level for below in (path.iterdir() if path.is_dir() else [path])]
-        files += sorted(level, key=lambda path: (path.stat().st_mtime, path))
+    for folder in (root / name for name in FOLDERS):
+        paths = folder.iterdir() if folder.is_dir() else []
+        files += sorted(paths, key=lambda path: (path.stat().st_mtime, path))
     return files
 
 
@@ -35,7 +32,7 @@ def size(path: pathlib.Path) -> int:
 
 
 def pack(root: pathlib.Path, target: pathlib.Path, until: float = float("inf"), limit: int = SIZE) -> list[str]:
-    """Replaces the tar files in ``out``; returns a line for what did not fit, in size or before ``until``."""
+    """Replaces the tar files in ``target``; returns a line for what did not fit, in size or before ``until``."""
     for old in target.glob("cache-*.tar.gz*"):
         old.unlink()
     waiting, left, number = entries(root), 0, 0
@@ -70,7 +67,6 @@ def unpack(folder: pathlib.Path, root: pathlib.Path) -> list[str]:
         try:
             with tarfile.open(path) as tar:
                 for member in tar:
-                    member = member
                     tar.extract(member, root, filter="data")
         except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
             notes.append(f"{path} is not whole and was read as far as it goes ({error})")

@@ -10,6 +10,13 @@ GRAPHS = "bench.gpu_day.parts.graphs"  # whose stand-in records ops, which a lau
 OWN = "bench.gpu_day.parts.suite", "bench.gpu_day.parts.setup"  # tests bring their own; the setup starts no kernel
 
 
+def rehearses(argv: list[str], module: str) -> bool:
+    """Returns whether a command of ``module`` has --rehearse, and installs the stand-ins where it has."""
+    if "--rehearse" in argv:
+        install(module)
+    return "--rehearse" in argv
+
+
 def install(module: str) -> None:
     """From here on, for this process, which runs a part of that module."""
     if module in OWN:

@@ -14,7 +14,7 @@ import time
 import torch
 from torch import Tensor
 
-from bench import machine
+from bench import documents, machine
 from bench._parser import check_rounds, parser_of
 from tpfuse.kernels.gemm.prepared import Map, Packed, Plain, Transposed, form_for
 from tpfuse.kernels.runtime.processor import multiplies
@@ -47,9 +47,9 @@ def row_of(dtype: torch.dtype, rows: int, copy: Plain, rounds: int) -> list[str]
         plain, copied = rounds_of(torch.randn(rows, k).to(dtype), forms, rounds)
         plain_us, copy_us = plain_us + statistics.median(plain), copy_us + statistics.median(copied)
         ratios.append([a / b for a, b in zip(plain, copied, strict=True)])
-    low, middle, high = statistics.quantiles([statistics.mean(pair) for pair in zip(*ratios, strict=True)], n=4)
+    quartiles = statistics.quantiles([statistics.mean(pair) for pair in zip(*ratios, strict=True)], n=4)
     pays = f"{making_us / (plain_us - copy_us):.0f}" if plain_us > copy_us else "never"
-    return [f"{plain_us:.0f}", f"{copy_us:.0f}", f"{middle:.2f} ({low:.2f} to {high:.2f})", pays]
+    return [f"{plain_us:.0f}", f"{copy_us:.0f}", documents.spread(quartiles), pays]
 
 
 def main() -> None:

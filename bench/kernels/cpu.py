@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from bench import documents
 from bench._parser import parser_of
 from tpfuse.kernels.attn import torch_cpu
 from tpfuse.kernels.attn.cpu import bwd_cpu, fwd_cpu
@@ -130,10 +131,10 @@ def main() -> None:
                     start = time.process_time()
                     call()
                     seconds.append(1e3 * (time.process_time() - start))
-            low, mid, high = statistics.quantiles([b / a for a, b in zip(*times, strict=True)], n=4)
+            ratios = statistics.quantiles([b / a for a, b in zip(*times, strict=True)], n=4)
             our_ms, aten_ms = map(statistics.median, times)
-            ratio, path = f"{mid:.2f} ({low:.2f} to {high:.2f})", "tpfuse" if by_tpfuse else "ATen"
-            print(f"| {name} | {str(dtype)[6:]} | {our_ms:.1f} | {aten_ms:.1f} | {ratio} | {path} |", flush=True)
+            times_over, path = documents.spread(ratios), "tpfuse" if by_tpfuse else "ATen"
+            print(f"| {name} | {str(dtype)[6:]} | {our_ms:.1f} | {aten_ms:.1f} | {times_over} | {path} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ first token of a longer prompt.
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -26,15 +25,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from bench import machine
 from bench._parser import check_rounds, parser_of
 from bench.measured import generate
-from bench.port import free_port
 from tpfuse import TensorParallel
 from tpfuse.models import GPT
+from tpfuse.tools.ledger.processes import on_ranks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LLAMA = dict(
@@ -191,22 +189,19 @@ def providers(name: str, dtype: torch.dtype, folder: str) -> Providers:
     )
 
 
-def run(rank: int, args: argparse.Namespace, port: int, folder: str, results: Any) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=args.tp)
+def run(args: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
+    """Returns the rows, on rank 0, which shows each as soon as it has it."""
+    rows = []
     cases = [(case, n) for kind in args.case for case in CASES[kind] for n in args.batch if n * case.prompt <= LARGEST]
     for name in args.model:
         for dtype in args.dtype:
             models = providers(name, DTYPES[dtype], str(Path(folder, f"{name}-{dtype}")))
             for case, batch in cases:
                 times = measure(args.rounds, runs_of(models, case, batch, args.tp))
-                for row in rows_of(times, case.new, args.tp) if rank == 0 else []:
-                    results.put(dict(model=name, dtype=dtype, batch=batch, **case._asdict()) | row)
-    dist.barrier()
-    if rank == 0:
-        results.put(None)
-    dist.destroy_process_group()
+                for row in rows_of(times, case.new, args.tp) if dist.get_rank() == 0 else []:
+                    rows.append(dict(model=name, dtype=dtype, batch=batch, **case._asdict()) | row)
+                    print(generate([dict(rows=rows[-1:])]).splitlines()[2], file=sys.stderr, flush=True)
+    return rows
 
 
 # ---- the command ----
@@ -214,25 +209,12 @@ def run(rank: int, args: argparse.Namespace, port: int, folder: str, results: An
 
 def main() -> None:
     args = arguments()
-    context = mp.get_context("spawn")
-    results, rows = context.SimpleQueue(), []
     with tempfile.TemporaryDirectory() as folder:
-        started = mp.spawn(run, (args, free_port(), folder, results), nprocs=args.tp, join=False, daemon=True)
-        while (row := _next(results, started)) is not None:
-            rows.append(row)
-            print(generate([dict(rows=[row])]).splitlines()[2], file=sys.stderr, flush=True)
-        started.join()
+        rows = on_ranks(args.tp, run, args, folder)
     result = dict(machine=machine.this_machine(), rows=rows)
     print(generate([result]))
     if args.json:
         Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
-
-
-def _next(results: Any, started: Any) -> dict[str, Any] | None:
-    """Returns the next row; raises where a process has failed."""
-    while results.empty():
-        started.join(timeout=0.5)
-    return results.get()
 
 
 if __name__ == "__main__":

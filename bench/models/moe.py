@@ -24,6 +24,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from bench import documents
 from bench._parser import check_rounds, parser_of
 from tpfuse.kernels import Routing
 from tpfuse.layers import ParallelMoE
@@ -116,9 +117,8 @@ def measure(rounds: int, providers: dict[str, Callable[[], Tensor]]) -> dict[str
 
 def line(result: dict[str, Any]) -> str:
     """Returns a row of the table."""
-    quartiles = "{1:.2f} ({0:.2f} to {2:.2f})".format
     cells = [str(result[key]) for key in ("case", "dtype", "kind", "rows")] + [f"{result['milliseconds']:.2f}"]
-    cells += [quartiles(*result["over"][name]) if name in result["over"] else "" for name in PEERS]
+    cells += [documents.spread(result["over"][name]) if name in result["over"] else "" for name in PEERS]
     return "| " + " | ".join([*cells, f"{result['error']:.0e}"]) + " |"
 
 

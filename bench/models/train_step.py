@@ -14,7 +14,6 @@ import ctypes
 import gc
 import itertools
 import json
-import os
 import statistics
 import sys
 import time
@@ -23,14 +22,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
-from bench import machine
+from bench import machine, measured
 from bench._parser import parser_of
 from bench._resident import resident
 from bench.models.peers import EPS, KINDS, THETA, Block, Kind, Stack, dtensor_block, dtensor_norm, megatron_block
-from bench.port import free_port
 from tpfuse import TensorParallel
 from tpfuse.kernels import rope_table
 from tpfuse.kernels.norm import norm_in
@@ -39,6 +36,8 @@ from tpfuse.layers import LayerNorm, Normed, RMSNorm, TransformerBlock
 from tpfuse.layers.call import Rope
 from tpfuse.layers.module import replicated
 from tpfuse.layers.shards import named_specs
+from tpfuse.tools.ledger import saved_bytes
+from tpfuse.tools.ledger.processes import on_ranks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -205,23 +204,11 @@ def step(module: torch.nn.Module | None, x: Tensor, dy: Tensor, threads: int) ->
     return float(seconds)
 
 
-def saved_bytes(module: torch.nn.Module, x: Tensor) -> int:
-    """Bytes kept for backward, each storage once, parameters not counted."""
-    plain = lambda t: t.to_local() if hasattr(t, "to_local") else t
-    ignore = {plain(p).untyped_storage().data_ptr() for p in module.parameters()}
-    storages: dict[int, int] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        storage = plain(t).untyped_storage()
-        if storage.data_ptr() not in ignore:
-            storages[storage.data_ptr()] = storage.nbytes()
-        return t
-
-    tensors = []  # storages stay alive, so that no address is used twice
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (pack(t), tensors.append(t))[0], lambda t: t):
-        y = module(x.detach().requires_grad_())
-    del y
-    return sum(storages.values())
+def kept_bytes(module: torch.nn.Module, x: Tensor) -> int:
+    """Returns the bytes that a forward keeps for backward."""
+    with saved_bytes(module) as saved:
+        module(x.detach().requires_grad_())
+    return saved()
 
 
 def peak_rss(module: torch.nn.Module | None, x: Tensor, dy: Tensor, threads: int) -> float:
@@ -270,17 +257,14 @@ def _gather(x: Tensor, dim: int) -> Tensor:
     return torch.cat(parts, dim)
 
 
-def run(rank: int, args, port: int, results) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=args.tp)
-    mesh = dist.device_mesh.init_device_mesh("cpu", (args.tp,))
-    rows = []
+def run(args) -> list[dict]:
+    """Returns the rows, on rank 0."""
+    rank, mesh, rows = dist.get_rank(), dist.device_mesh.init_device_mesh("cpu", (args.tp,)), []
     for kind, dtype, attention_dropout in itertools.product(args.kind, args.dtype, args.attention_dropout):
         torch.manual_seed(0)  # layers used alone draw their weights from torch's generator, the same on every rank
         models = providers(args, KINDS[kind], DTYPES[dtype], attention_dropout, rank=rank, mesh=mesh)
         error = compare(args, models, rank)
-        saved = {name: saved_bytes(module, x) for name, (module, x, _) in models.items() if module is not None}
+        saved = {name: kept_bytes(module, x) for name, (module, x, _) in models.items() if module is not None}
         times = {name: [] for name in models}
         for i in range(args.rounds + 2):
             for name, (module, x, dy) in models.items():
@@ -291,9 +275,7 @@ def run(rank: int, args, port: int, results) -> None:
         if rank == 0:
             case = dict(kind=kind, dtype=dtype, attention_dropout=attention_dropout)
             rows += [case | row for row in summary(args, times, saved, peak, error)]
-    if rank == 0:
-        results.put(dict(rows=rows))
-    dist.destroy_process_group()
+    return rows
 
 
 def summary(args, times: dict, saved: dict, peak: dict, error: dict) -> list[dict]:
@@ -317,35 +299,11 @@ def summary(args, times: dict, saved: dict, peak: dict, error: dict) -> list[dic
     return rows
 
 
-def table(result: dict) -> str:
-    columns = (
-        "kind",
-        "dtype",
-        "attention dropout",
-        "provider",
-        "tokens/s over DTensor's (quartiles)",
-        "s a step",
-        "saved sbh",
-        "peak RSS, MiB",
-        "error",
-    )
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for r in result["rows"]:
-        low, mid, high = r["speed"]
-        lines.append(
-            f"| {r['kind']} | {r['dtype']} | {r['attention_dropout']} | {r['provider']} "
-            f"| {mid:.2f} ({low:.2f} to {high:.2f}) | {r['seconds']:.3f} "
-            f"| {r['saved_sbh']:.2f} | {r['peak_rss_mib']:.0f} | {r['max_error']:.1e} |"
-        )
-    return "\n".join(lines)
-
-
 def main() -> None:
     args = arguments()
-    results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(run, (args, free_port(), results), nprocs=args.tp)
-    result = results.get() | dict(machine=machine.this_machine(), arguments=vars(args))
-    print(table(result))
+    rows = on_ranks(args.tp, run, args)
+    result = dict(rows=rows, machine=machine.this_machine(), arguments=vars(args))
+    print(measured.train_step([result]))
     if args.json:
         with open(args.json, "w") as file:
             json.dump(result, file, indent=1)

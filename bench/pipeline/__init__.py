@@ -37,6 +37,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{help_text} (default {value})")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write the results there")
     args = parser.parse_args(argv)
+    if args.sleep and args.ranks % 2:
+        parser.error(f"--ranks must be even, since messages of neighbours are measured, got {args.ranks}")
     if args.layers % (2 * args.ranks):
         parser.error(f"--layers must be a multiple of twice --ranks={args.ranks}, got {args.layers}")
     return args

@@ -2,18 +2,14 @@
 
 import json
 
-import torch.multiprocessing as mp
-
 from bench import machine, measured
 from bench.pipeline import arguments, run
-from bench.port import free_port
+from tpfuse.tools.ledger.processes import on_ranks
 
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
-    results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(run.run, (args, free_port(), results), nprocs=args.ranks)
-    result, here = results.get(), dict(machine=machine.this_machine())
+    result, here = on_ranks(args.ranks, run.run, args), dict(machine=machine.this_machine())
     result |= here | dict(arguments=vars(args) | dict(json=None))
     if result["sleeping"]:
         result["sleeping"] |= here

@@ -29,10 +29,7 @@ def heads(methods: Iterable[str]) -> tuple[str, ...]:
 def line(row: dict[str, Any]) -> list[str]:
     """A step's milliseconds, and each method's time over it with quartiles."""
     cells = [str(row["ranks"]), rate(row["gbit"]), f"{1e3 * row['seconds']['dense']:.0f}"]
-    for name, (low, middle, high) in row["over_dense"].items():
-        if name != "dense":
-            cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
-    return cells
+    return cells + [documents.spread(over) for name, over in row["over_dense"].items() if name != "dense"]
 
 
 def links(result: dict[str, Any]) -> str:

@@ -514,11 +514,19 @@ def seeded(world, seeds):
     parallelize(make("llama", seed=seeds[world.rank]), make_tp(world))
 
 
+def reordered(world):
+    module = make("llama")
+    weight = module.model.layers[0].mlp.up_proj.weight
+    weight.data = weight.data.roll(world.rank, 0)
+    parallelize(module, make_tp(world))
+
+
 def test_what_the_ranks_do_not_agree_on(ranks):
-    with pytest.raises(
-        ValueError, match=r"a checksum of the weights \(call torch.manual_seed .* must be the same on every"
-    ):
+    weights = r"a checksum of the weights \(call torch.manual_seed .* must be the same on every"
+    with pytest.raises(ValueError, match=weights):
         ranks(2, seeded, [0, 1])
+    with pytest.raises(ValueError, match=weights):  # rows in another order
+        ranks(2, reordered)
     with pytest.raises(ValueError, match="num_heads=8 is not divisible by tensor-parallel size 3"):
         ranks(3, seeded, [0, 0, 0])
 

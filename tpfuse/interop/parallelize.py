@@ -20,7 +20,9 @@ from ..models.files.read import NamedTensors, load
 from ..models.model import Model
 from ..models.stack import FULL
 from ..parallel import TensorParallel
+from ..ranks.agreement import digest
 from ..ranks.messages import together
+from ..training.checkpoint.replicas import bits_of
 from ..training.dropped import drop
 from .parallelized import COUNTERPARTS, Counterpart, Parallelized, class_of
 from .peft_model import adapter_of, before_peft, is_peft_model
@@ -114,7 +116,8 @@ def _parallel(
         model.to(dtype)
     else:
         cause = "call torch.manual_seed before the module is made, or load the same files"
-        tp.agree("parallelize", {f"a checksum of the weights ({cause})": _checksum(parameters)})
+        weights = digest([bits_of(p) for p in parameters.values()])
+        tp.agree("parallelize", {f"a checksum of the weights ({cause})": weights})
         tensors = NamedTensors("parallelize", type(module).__name__, before_peft(module.state_dict()))
         load(model.files, tensors, dtype, device)
     together(lambda: _freeze(model, parameters), (tp.call_group,))
@@ -185,15 +188,6 @@ def _config_of(module: Any) -> Any:
         return json.loads(module.config.to_json_string(use_diff=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"parallelize: the config of {type(module).__name__} is no JSON: {brief(error)}") from None
-
-
-def _checksum(parameters: dict[str, nn.Parameter]) -> int:
-    """Returns a sum of all bits, independent of the order of addition."""
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    total = 0
-    for i, p in enumerate(parameters.values(), 1):
-        total += i * int(p.detach().contiguous().view(bits[p.element_size()]).sum(dtype=torch.int64))
-    return total
 
 
 def _freeze(model: Model, parameters: dict[str, nn.Parameter]) -> None:

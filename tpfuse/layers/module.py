@@ -331,6 +331,13 @@ def local(p: Tensor | None) -> Tensor | None:
     return p.to_local() if isinstance(p, DTensor) else p
 
 
+def as_parameter(x: Tensor, p: nn.Parameter) -> Tensor:
+    """Returns x, of the shape of p's elements on this rank, as p is: a DTensor where p is one."""
+    if not isinstance(p, DTensor):
+        return x
+    return DTensor.from_local(x, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+
+
 def replicated(tp: TensorParallel, *vectors: Tensor | None) -> list[Any]:
     """Returns replicated parameters of one shape for use on this rank's rows: a tensor for a tensor, None for None.
 

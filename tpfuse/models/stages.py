@@ -279,10 +279,6 @@ class ModelStages:
         normalizer = total.clamp(min=1)
         return [batch._replace(inputs=batch.inputs._replace(loss_normalizer=normalizer)) for batch in micro_batches]
 
-    def end_step(self, model: StagedModel, arguments: dict[str, Any]) -> None:
-        """Counts a step over the pipeline, as ``forward`` counts its own."""
-        model._count(arguments.get("step"))
-
 
 def _flat(arguments: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments with each value of a list by itself, as ranks compare them."""

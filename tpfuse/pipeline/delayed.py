@@ -82,7 +82,7 @@ class DelayedPipeline(Pipeline):
             batch = BatchInFlight(self.model, calls, self._kind(calls[0], True), trees)
             pending = self._advance(batch)
             batch.version.keep()  # the version before is free by now: no third one is alive
-            self.model.stages.end_step(self.model, arguments)
+            self.model._count(arguments.get("step"))
         return None if pending is None else pending.add_to_grad()
 
     def drain(self) -> Tensor | None:

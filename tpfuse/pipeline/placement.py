@@ -1,7 +1,9 @@
 """The stages of a model that a rank of a pipeline holds, and the layers of a stage."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import check_numbers, integer, one_of, optional, quoted
@@ -111,30 +113,34 @@ class PartCosts(NamedTuple):
 
 
 def balanced(costs: PartCosts, count: int) -> list[int]:
-    """Returns the blocks of each of ``count`` stages: contiguous, none empty, the costliest stage as cheap as possible.
+    """Returns the blocks of each of ``count`` stages: contiguous, none empty, the costliest stage as cheap as possible;
+    ``costs`` are of as many blocks at least."""
+    sums = np.cumsum([0.0, *costs.blocks])
+    ends = (costs.embedding * (stage == 0) + costs.head * (stage == count - 1) for stage in range(count))
+    sizes = partition([sums - sums[:, None] + cost for cost in ends])
+    assert sizes is not None  # costs are finite
+    return list(sizes)
 
-    Among equal cuts it takes the one whose earlier stages are shorter: these keep more micro-batches in flight.
+
+def partition(costs: Sequence[np.ndarray[Any, Any]]) -> tuple[int, ...] | None:
+    """Returns how many blocks each stage has, none empty, so that the slowest stage is fastest: a dynamic program over
+    the blocks from the first on.  None where no partition is finite.
+
+    ``costs[s]`` [L + 1, L + 1]: at [i, j] the seconds of stage s with the blocks i to j (excluded), infinite where it
+    may not have them.  Of equal partitions the one whose later stages are longer: earlier stages have more
+    micro-batches in flight.
     """
-    prefix = [0.0]
-    for cost in costs.blocks:
-        prefix.append(prefix[-1] + cost)
-    n = len(costs.blocks)
-
-    def weight(i: int, j: int, stage: int) -> float:
-        ends = costs.embedding * (stage == 0) + costs.head * (stage == count - 1)
-        return prefix[j] - prefix[i] + ends
-
-    # best[j]: the costliest of the stages so far over the first j blocks, and where the last of them begins
-    best: list[list[tuple[float, int]]] = [[(weight(0, j, 0), 0) if j else (float("inf"), 0) for j in range(n + 1)]]
-    for stage in range(1, count):
-        row = []
-        for j in range(n + 1):
-            choices = [(max(best[-1][i][0], weight(i, j, stage)), i) for i in range(stage, j)]
-            row.append(min(choices, default=(float("inf"), 0)))
-        best.append(row)
-    sizes, j = [], n
-    for stage in reversed(range(count)):
-        i = best[stage][j][1]
-        sizes.append(j - i)
-        j = i
-    return sizes[::-1]
+    layers = len(costs[0]) - 1
+    empty = np.tril(np.full((layers + 1, layers + 1), np.inf))
+    best, begins = costs[0][0] + empty[0], []
+    for cost in costs[1:]:
+        slowest = np.maximum(best[:, None], cost + empty)
+        begins.append(slowest.argmin(0))
+        best = slowest.min(0)
+    if not np.isfinite(best[layers]):
+        return None
+    sizes, end = [], layers
+    for begin in reversed(begins):
+        sizes.append(end - int(begin[end]))
+        end -= sizes[-1]
+    return (end, *reversed(sizes))

@@ -93,10 +93,5 @@ def is_shard(p: Tensor, group: dist.ProcessGroup) -> bool:
     return any(p.device_mesh.get_group(i).group_name == group.group_name for i in range(p.device_mesh.ndim))
 
 
-def local(x: Tensor) -> Tensor:
-    """Returns this rank's elements, in the memory of ``x``."""
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
 def _name(group: dist.ProcessGroup | None) -> str | None:
     return None if group is None else group.group_name

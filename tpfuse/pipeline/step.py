@@ -17,7 +17,7 @@ from ..kernels.runtime.errors import check
 from ..kernels.runtime.leaves import tree
 from ..kernels.runtime.main_grad import GradientSlot, main_grads
 from ..kernels.runtime.op import autocast
-from ..layers.module import mark_of, module_state
+from ..layers.module import local, mark_of, module_state
 from ..layers.shards import same_on_replicas
 from ..ranks.agreement import Agreement, Header, described, next_number, raise_everywhere
 from ..ranks.messages import attempt, together
@@ -28,7 +28,7 @@ from .copies import copied, sum_copies
 from .placement import Chunk
 from .runtime import ChunkStage, Passes, Runtime, Shapes
 from .schedules import EVERY, Order
-from .sharded import Shards, is_shard, local
+from .sharded import Shards, is_shard
 from .simulator import Timeline, simulate
 from .trees import HEAD, GradientTrees, take_head_gradients
 
@@ -134,7 +134,7 @@ class Pipeline:
             self._complete(earlier, totals)
         if filler is not None:
             filler.end()
-        model.stages.end_step(model, arguments)
+        model._count(arguments.get("step"))
         return self._total(losses, model.stages.take_added(), calls[0].inputs.tokens.device)
 
     def _forget(self) -> None:

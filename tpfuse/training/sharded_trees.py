@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.leaves import tree
-from ..layers.module import local
+from ..layers.module import as_parameter, local
 from ..layers.shards import named_specs
 from ..parallel import TensorParallel
 from ..pipeline.trees import EMBEDDING, HEAD, GradientTrees
@@ -82,7 +82,7 @@ class ShardedTrees(GradientTrees):
         super().add(p, local(gradient), micro_batch, use)
 
     def totals(self) -> dict[nn.Parameter, Tensor]:
-        return {p: _as_gradient(total, p) for p, total in super().totals().items()}
+        return {p: as_parameter(total, p) for p, total in super().totals().items()}
 
     def _reduced(self, keys: list[tuple[nn.Parameter, int]]) -> list[Tensor]:
         return [self._sums[key].total() for key in keys]
@@ -95,9 +95,3 @@ class ShardedTrees(GradientTrees):
             rows = padded(gradient.movedim(shard.dim, 0), shard.chunk * self.size).contiguous()
             gradient = _scattered_sum(rows, self.replicas)[: shape[shard.dim]].movedim(0, shard.dim)
         return gradient
-
-
-def _as_gradient(total: Tensor, p: nn.Parameter) -> Tensor:
-    """Returns a shard's gradient as a DTensor like its parameter."""
-    assert isinstance(p, DTensor)
-    return DTensor.from_local(total, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())

@@ -10,6 +10,7 @@ import torch
 
 from bench.gpu_day import cases
 from bench.gpu_day.part import Context
+from bench.gpu_day.rehearsal import rehearses
 from tpfuse.kernels.runtime import op as _op
 from tpfuse.tools.bench.count import count
 from tpfuse.tools.bench.definition import DTYPES, Random, discover, load
@@ -62,11 +63,7 @@ def headline(rows: list[dict]) -> str:
 
 
 def main(argv: list[str]) -> int:
-    tiny = "--rehearse" in argv
-    if tiny:
-        from bench.gpu_day import rehearsal
-
-        rehearsal.install(__name__)
+    tiny = rehearses(argv, __name__)
     for name in (word for word in argv if not word.startswith("--")):
         print(f"case {name}", flush=True)
         right = check(name, tiny, torch.device("cpu" if tiny else "cuda"))["right"]

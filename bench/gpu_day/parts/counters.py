@@ -9,6 +9,7 @@ import sys
 
 from bench.gpu_day.part import Absent, Context, tool
 from bench.gpu_day.parts.kernels import call_of, longest
+from bench.gpu_day.rehearsal import rehearses
 from bench.gpu_day.tools import SECTIONS, counters
 
 
@@ -39,11 +40,7 @@ def headline(rows: list[dict]) -> str:
 
 
 def main(argv: list[str]) -> int:
-    tiny = "--rehearse" in argv
-    if tiny:
-        from bench.gpu_day import rehearsal
-
-        rehearsal.install(__name__)
+    tiny = rehearses(argv, __name__)
     op, shape, mode = argv[:3]
     call = call_of(f"{op} {shape}", mode, Context(tiny, pathlib.Path(), {}, print))
     call()

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tools.plan import fake
+from tpfuse.pipeline.placement import partition
 from tpfuse.tools.plan.search import search
-from tpfuse.tools.plan.spans import SpanCache, Spans, partition
+from tpfuse.tools.plan.spans import SpanCache, Spans
 from tpfuse.tools.plan.split import Split
 
 

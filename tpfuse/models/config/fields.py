@@ -26,15 +26,19 @@ MODEL_FIELDS: dict[str, Rule] = dict(
     embedding_dropout=_PROBABILITY,
     init_std=number(0, 1e6),
     tie_embeddings=boolean,
-)
-GPT_FIELDS = MODEL_FIELDS | dict(
-    norm=one_of(KINDS),
     gated=boolean,
-    num_kv_heads=optional(integer()),
-    head_width=optional(integer()),
     qkv_bias=boolean,
     out_bias=boolean,
     mlp_bias=boolean,
+    rope=optional(instance("a mapping", Mapping)),
+    local_rope=optional(instance("a mapping", Mapping)),
+    window=optional(integer()),
+    layer_types=optional(instance("a list", list, tuple)),
+)
+GPT_FIELDS = MODEL_FIELDS | dict(
+    norm=one_of(KINDS),
+    num_kv_heads=optional(integer()),
+    head_width=optional(integer()),
     num_experts=optional(integer()),
     experts_per_token=optional(integer()),
     expert_size=optional(integer()),
@@ -46,9 +50,6 @@ GPT_FIELDS = MODEL_FIELDS | dict(
     balanced=boolean,
     balance_coefficient=number(-1e6, 1e6),
     qk_norm=boolean,
-    rope=optional(instance("a mapping", Mapping)),
-    window=optional(integer()),
-    layer_types=optional(instance("a list", list, tuple)),
     parallel_residual=boolean,
     pre_norm=boolean,
     branch_norm=boolean,
@@ -58,7 +59,6 @@ GPT_FIELDS = MODEL_FIELDS | dict(
     attention_softcap=optional(_POSITIVE),
     logit_softcap=optional(_POSITIVE),
     scaled_embedding=boolean,
-    local_rope=optional(instance("a mapping", Mapping)),
 )
 BERT_FIELDS = MODEL_FIELDS | dict(
     type_vocab_size=integer(least=0),
@@ -67,16 +67,8 @@ BERT_FIELDS = MODEL_FIELDS | dict(
     head_activation=optional(one_of(sorted(ACTIVATIONS))),
     head_bias=boolean,
     pooling=one_of(("cls", "mean")),
-    gated=boolean,
-    qkv_bias=boolean,
-    out_bias=boolean,
-    mlp_bias=boolean,
     norm_bias=boolean,
     post_norm=boolean,
-    rope=optional(instance("a mapping", Mapping)),
-    local_rope=optional(instance("a mapping", Mapping)),
-    window=optional(integer()),
-    layer_types=optional(instance("a list", list, tuple)),
 )
 # Keys of config.json that are no field.
 FILE_KEYS: dict[str, Rule] = dict(

@@ -39,7 +39,7 @@ class ModelConfig:
     num_layers: int
     num_heads: int
     ffn_size: int | None = None  # None: 4 hidden_size
-    activation: str = "gelu_tanh"  # one of kernels.linear.activation.ACTIVATIONS
+    activation: str = "gelu_tanh"  # one of kernels.gemm.activation.ACTIVATIONS
     eps: float = 1e-5
     dropout: float = 0.1  # after attention and after the MLP
     attention_dropout: float = 0.1  # on the attention probabilities

@@ -24,18 +24,6 @@ def check_rope(name: str, rope: Rope, keys: RotaryKeys, *, head_size: int, max_p
         rope_table(head_size, 1, scaling=dict(rope), max_position_embeddings=max_positions, seq_len=length)
 
 
-def stretches_past(rope: Rope, max_positions: int) -> int | None:
-    """Returns the length past which a call has dynamic tables of its own length; None: none has."""
-    trained: int = rope.get("max_position_embeddings") or max_positions
-    return trained if rope.get("rope_type") == "dynamic" else None
-
-
-def switches_at(rope: Rope, max_positions: int) -> int | None:
-    """Returns the length past which a call has longrope's long factors in place of the short ones; None: none has."""
-    trained: int = rope.get(TRAINED) or max_positions
-    return trained if rope.get("rope_type") == "longrope" else None
-
-
 class RopeReader:
     """Reads the rotary positions of a config.json in transformers' order.
 

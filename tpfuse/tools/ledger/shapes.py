@@ -16,7 +16,7 @@ def layers_by_mlp(config: ModelConfig) -> dict[MLPShape | MoEShape, list[int]]:
 
 
 class Shape(NamedTuple):
-    """D width, L layers, H query heads, G kv heads, E head width, F ffn width, V vocabulary, P learned positions.
+    """D width, L layers, H query heads, G kv heads, E head width, F ffn width.
 
     The layers are those that are alike, of a model that has an MLP in some and experts in others.  ``gated``: the MLP
     has two matrices in and one out.  ``parallel``: it stands beside attention.  ``experts``: in place of the MLP, each
@@ -29,15 +29,13 @@ class Shape(NamedTuple):
     G: int
     E: int
     F: int
-    V: int
-    P: int
     gated: bool
     parallel: bool
     experts: MoEShape | None = None
 
     @classmethod
     def of(cls, c: ModelConfig, layer: int | None = None) -> "Shape":
-        """Returns the sizes of the layers that are like ``layer``; rotary positions are not learned.
+        """Returns the sizes of the layers that are like ``layer``.
 
         ValueError for a layer that is not there, and for None where layers are not alike.
         """
@@ -55,8 +53,6 @@ class Shape(NamedTuple):
             G=c.kv_heads,
             E=c.head_size,
             F=mlp.ffn_size,
-            V=c.vocab_size,
-            P=c.learned_positions,
             gated=c.gated,
             parallel=c.parallel_residual,
             experts=mlp if isinstance(mlp, MoEShape) else None,

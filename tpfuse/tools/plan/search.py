@@ -21,13 +21,14 @@ import numpy as np
 from ...kernels.runtime.errors import check
 from ...layers.block import SAVING
 from ...parallel import CP_KINDS
+from ...pipeline.placement import partition
 from ...pipeline.schedules import EVERY, SCHEDULES, TRAINED, WITHOUT_FLUSH, possible
 from ..ledger.dryrun import Plan
 from ..ledger.shapes import Shape
 from ..ledger.text import Progress, duration
 from .costs import CostModel
 from .in_flight import in_flight
-from .spans import SpanCache, Spans, Stages, partition
+from .spans import SpanCache, Spans, Stages
 from .split import Elements, Job, Split
 from .step import Load, StepEstimate, micro_batches
 

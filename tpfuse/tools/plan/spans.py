@@ -1,48 +1,24 @@
 """Stages as spans of blocks: what any run of a model's blocks costs, and the partition of blocks into stages.
 
-Pieces become rows of an array, so a span's cost is a difference of cumulative sums.  The partition whose slowest stage
-is fastest is a dynamic program over the blocks from the first on: a pipeline of m micro-batches takes about sum t +
-(m - 1) max t, t the seconds of its stages; the sum is the model's for any partition, so that the slowest stage decides
-(Zheng et al. 2022, Alpa, arXiv:2201.12023, equation 2).
+Pieces become rows of an array, so a span's cost is a difference of cumulative sums.  The partition is the one whose
+slowest stage is fastest: a pipeline of m micro-batches takes about sum t + (m - 1) max t, t the seconds of its stages;
+the sum is the model's for any partition, so that the slowest stage decides (Zheng et al. 2022, Alpa, arXiv:2201.12023,
+equation 2).
 """
 
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...pipeline.action import BACKWARD, FORWARD, INPUT, KINDS, WEIGHT
+from ...pipeline.placement import partition
 from ...pipeline.schedules import EVERY
 from .split import ATTENTION, GEMM, PARTS, CostFunction, Elements, Job, PieceCost, Pieces, Split
 
 Array = np.ndarray[Any, Any]
 _SIZES = "saved", "held", "parameters", "experts"
 _PASSES = len(KINDS) * len(PARTS)
-
-
-def partition(costs: Sequence[Array]) -> tuple[int, ...] | None:
-    """Returns how many blocks each stage has, none empty, so that the slowest stage is fastest; None where no partition
-    is finite.
-
-    ``costs[s]`` [L + 1, L + 1]: at [i, j] the seconds of stage s with the blocks i to j (excluded), infinite where it
-    may not have them.  Of equal partitions the one whose later stages are longer: earlier stages have more
-    micro-batches in flight.
-    """
-    layers = len(costs[0]) - 1
-    empty = np.tril(np.full((layers + 1, layers + 1), np.inf))
-    best, begins = costs[0][0] + empty[0], []
-    for cost in costs[1:]:
-        slowest = np.maximum(best[:, None], cost + empty)
-        begins.append(slowest.argmin(0))
-        best = slowest.min(0)
-    if not np.isfinite(best[layers]):
-        return None
-    sizes, end = [], layers
-    for begin in reversed(begins):
-        sizes.append(end - int(begin[end]))
-        end -= sizes[-1]
-    return (end, *reversed(sizes))
 
 
 class SpanCosts(NamedTuple):

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...layers.module import as_parameter
 from ...pipeline.delays import Pending, delay_of
 from .hooks import Reading
 from .meta import WITH_GRADIENT, Meta
 from .pieces import Piece, piece
-from .state import Entries, as_parameter, as_slice, stored_name
+from .state import Entries, as_slice, stored_name
 
 KEY = "pending"  # in meta.json
 _PREFIX = "gradient."

@@ -86,19 +86,14 @@ def _bytes(pieces: Mapping[str, Piece]) -> Iterator[Any]:
             yield flat.view(torch.uint8).numpy()
 
 
-def size_of(path: Path) -> int:
+def check_size(path: Path, shard: FileEntry) -> None:
+    """OSError where a file is missing or of another size."""
     with errors_at(path):
         status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         raise OSError(f"{path}: not a file")
-    return status.st_size
-
-
-def check_size(path: Path, shard: FileEntry) -> None:
-    """OSError where a file is missing or of another size."""
-    size = size_of(path)
-    if size != shard.size:
-        raise OSError(f"{path}: has {size} bytes, {shard.size} were written")
+    if status.st_size != shard.size:
+        raise OSError(f"{path}: has {status.st_size} bytes, {shard.size} were written")
 
 
 def verify(path: Path, shard: FileEntry) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from ...kernels.runtime.rules import NOT_NEGATIVE, Rule, check_number, described, number
-from ...layers.module import Spec
+from ...layers.module import Spec, as_parameter, local
 from ...layers.shards import WRAPPERS, named_specs
 from ...parallel import TensorParallel
 from ..main_grad import stepped
@@ -326,16 +326,10 @@ def as_slice(part: Piece, spec: Spec) -> Tensor:
     return part.local.flatten(0, 1) if joined else part.local
 
 
-def as_parameter(value: Tensor, p: nn.Parameter) -> Tensor:
-    if not isinstance(p, DTensor):
-        return value
-    return DTensor.from_local(value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
-
-
 def put_model(entries: Entries, values_read: Values) -> None:
     for name, (p, spec, _) in entries.items():
         x = p.detach()
-        (x.to_local() if isinstance(x, DTensor) else x).copy_(as_slice(values_read[f"model.{name}"], spec))
+        local(x).copy_(as_slice(values_read[f"model.{name}"], spec))
 
 
 def put_optimizers(optimizers: Sequence[Optimizer], state: OptimizerState, groups: list[Group]) -> None:

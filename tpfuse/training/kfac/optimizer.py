@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from ...kernels.runtime.captures import capture, captured_by
 from ...kernels.runtime.errors import check
 from ...kernels.runtime.op import acc_dtype
 from ...kernels.runtime.rules import NOT_NEGATIVE, POSITIVE, check_rules, integer, listed, number, quoted
 from ...layers.linear import ColumnProjection, RowParallelLinear
+from ...layers.module import local
 from ...pipeline import Filling, Work
 from ...ranks.agreement import Header, agree_over, agreement_of
 from ...ranks.messages import together
@@ -189,14 +189,14 @@ class KFAC(torch.optim.Optimizer):
         """Moves this rank's slice of a matrix."""
         curvature, state, dtype = self._curvature[p], self.state[p], acc_dtype(p)
         assert p.grad is not None
-        gradient = (p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad).to(dtype)
+        gradient = local(p.grad).to(dtype)
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(gradient)
         state["momentum"].mul_(group["momentum"]).add_(gradient)
         update = curvature.precondition(state["momentum"], state)
         update /= update.norm().clamp(min=torch.finfo(dtype).tiny)  # apart from the next line: 0 times infinity is NaN
         update *= _RMS * update.numel() ** 0.5
-        (p.to_local() if isinstance(p, DTensor) else p).mul_(1 - group["lr"] * group["weight_decay"]).add_(
+        local(p).mul_(1 - group["lr"] * group["weight_decay"]).add_(
             update[curvature.placement.spec.local(curvature.placement.tp)], alpha=-group["lr"]
         )
 
