@@ -47,6 +47,11 @@ def test_bf16_is_compared_in_fp32():
     assert select_large(torch.full((3,), 0.1), 0.1, 3)[2] == 3
 
 
+def test_zeros_are_not_counted_whatever_the_threshold():
+    """1e-50 is 0 in fp32."""
+    assert select_large(torch.zeros(4), 1e-50, 4)[2] == 0
+
+
 def test_nothing_is_differentiated():
     assert not any(t.requires_grad for t in select_large(X.clone().requires_grad_(), 1.0, 3))
 

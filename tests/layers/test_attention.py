@@ -146,6 +146,18 @@ def test_heads_that_cannot_be_split(size, args, match):
         ParallelAttention(hidden, heads, num_kv_heads=groups[0] if groups else None, tp=fake_tp(size))
 
 
+@pytest.mark.parametrize("R", [1, 2])
+def test_a_batch_without_rows(ranks, R):
+    assert ranks(R, _without_rows) == [(0, 8, 0.0)] * R
+
+
+def _without_rows(world):
+    layer = ParallelAttention(8, 2, qk_norm=True, tp=make_tp(world))
+    y = layer(torch.randn(0, 8), batch=1)
+    y.sum().backward()
+    return *y.shape, float(layer.out.weight.grad.abs().sum())
+
+
 def test_dropout_needs_rng():
     layer = ParallelAttention(8, 2, dropout=0.1)
     with pytest.raises(ValueError, match="attention: dropout needs rng"):

@@ -251,6 +251,7 @@ def test_an_encoder_decoder(ranks, R, sp):
         (dict(attention_mask=MASK[:, :4]), r"CrossAttention: attention_mask must be \(2, 10\), got \(2, 4\)"),
         (dict(attention_mask=MASK.double()), "CrossAttention: attention_mask must be bool or integer"),
         (dict(rng=None), "CrossAttention: dropout needs rng"),
+        (dict(batch=0), "CrossAttention: batch must be at least 1, got 0"),
     ],
 )
 def test_what_is_refused(call, words):
@@ -267,6 +268,7 @@ def test_what_is_refused(call, words):
         (dict(num_kv_heads=3), "CrossAttention: num_heads=8 is not divisible by num_kv_heads=3"),
         (dict(hidden_size=30), "CrossAttention: hidden_size=30 is not divisible by num_heads=8"),
         (dict(dropout=1.0), "dropout: p must lie in"),
+        (dict(num_kv_heads=0), "CrossAttention: num_kv_heads must be at least 1, got 0"),
     ],
 )
 def test_heads_that_do_not_fit(options, words):

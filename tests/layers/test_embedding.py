@@ -35,6 +35,11 @@ def test_an_id_below_zero_is_a_zero_row():
     assert layer.weight.grad.sum(1).nonzero().flatten().tolist() == [2]
 
 
+def test_compile_in_one_graph():
+    layer, ids = VocabParallelEmbedding(11, 4), torch.tensor([2, -1, 10])
+    assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(ids), layer(ids))
+
+
 def test_errors():
     with pytest.raises(ValueError, match="num_embeddings=6 leaves a rank of tensor-parallel size 4 with nothing"):
         VocabParallelEmbedding(6, 4, tp=fake_tp(4))

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from tests.common import assert_close, fake_tp
+from tests.common import Recorder, assert_close, fake_tp
 from tests.layers.sharded import Case, assert_seen, build, data, reference, sharded_is_whole, step, unsummed
+from tpfuse import TensorParallel
+from tpfuse.kernels import linear
 from tpfuse.layers import ColumnParallelLinear, RowParallelLinear
 
 # 12 and 24 divide by 4; the weight of a shape, as attention's, is split on its first dimension
@@ -41,6 +43,33 @@ def test_rows_may_have_two_dimensions_and_any_strides():
     layer = build(CASES["column"], None, torch.float64)
     x = torch.randn(10, 4, 2, dtype=torch.float64).permute(1, 2, 0)
     assert torch.equal(layer(x), layer(x.reshape(8, 10).contiguous()))
+
+
+def _frozen_input(world, form):
+    """The messages of backward where x has no gradient, and where it has one; whether the weight's are the same."""
+    layer = ColumnParallelLinear(10, 24, tp=TensorParallel(world.group, **form))
+    results = []
+    for needs_grad in False, True:
+        y = layer(torch.ones(4, 10).requires_grad_(needs_grad))
+        with Recorder() as backward:
+            y.square().sum().backward()
+        results.append((backward.messages(), layer.weight.grad.clone()))
+        layer.zero_grad()
+    (fewer, frozen), (more, trained) = results
+    return len(more) - len(fewer), torch.equal(frozen, trained)
+
+
+@pytest.mark.parametrize("form", [dict(sequence_parallel=True), {}, dict(sequence_parallel=True, bitwise=2)], ids=str)
+def test_a_gradient_of_x_that_nobody_wants_is_neither_computed_nor_sent(ranks, form):
+    assert ranks(2, _frozen_input, form) == [(1, True)] * 2
+
+
+def test_a_gradient_of_x_that_nobody_wants_takes_no_product():
+    x, w = torch.ones(3, 4), torch.ones(5, 4, requires_grad=True)
+    y = linear(x, w)
+    with Recorder() as backward:
+        y.sum().backward()
+    assert {c.name for c in backward.calls if c.ours} == {"linear_wgrad"}
 
 
 @pytest.mark.parametrize("layer, what", [(ColumnParallelLinear, "out_features"), (RowParallelLinear, "in_features")])

@@ -319,6 +319,18 @@ def test_nothing_is_sent_without_sequence_parallelism_or_at_size_1(ranks):
         assert sent == [] and (grad == 2).all()
 
 
+def test_a_hook_that_fails_before_it_is_the_only_error(recwarn):
+    def fail(module, args):
+        raise RuntimeError("a hook's own error")
+
+    module = nn.Linear(D, D)
+    module.register_forward_pre_hook(fail)
+    tpfuse.replicated(module, TensorParallel())
+    with pytest.raises(RuntimeError, match="a hook's own error"):
+        module(torch.randn(2, D))
+    assert not recwarn.list
+
+
 # ---- what is refused ----
 
 

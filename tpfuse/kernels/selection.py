@@ -38,7 +38,7 @@ Selected = tuple[Tensor, Tensor, Tensor]  # index, value, count
 
 def select_large_ref(x: Tensor, threshold: float, most: int) -> tuple[Tensor, Tensor, Tensor]:
     magnitude = x.to(acc_dtype(x)).abs()
-    (hits,) = torch.nonzero(magnitude >= threshold if threshold > 0 else magnitude > 0, as_tuple=True)
+    (hits,) = torch.nonzero((magnitude >= threshold) & (magnitude > 0), as_tuple=True)
     index, n = hits[:most], x.shape[0]
     padding = 0, most - len(index)
     return pad(index, padding, value=n), pad(x[index], padding), index.new_full((), len(hits))

@@ -243,7 +243,7 @@ class ParallelAttention(ParallelModule):
 
     def _attend(self, qkv: Tensor, call: Call) -> Tensor:
         """Output of the qkv projection [M, (H/R + 2 G/R) E] -> o [M, H/R E]"""
-        qkv = qkv.view(qkv.shape[0], -1, self.heads_per_group, self.head_width)
+        qkv = qkv.unflatten(1, (-1, self.heads_per_group, self.head_width))
         if self.q_norm is not None and self.k_norm is not None:
             q, k, v = qkv.split([self.heads_per_group - 2, 1, 1], 2)
             qkv = torch.cat([*normed(self.q_norm, self.k_norm, q, k), v], 2)

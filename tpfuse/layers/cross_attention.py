@@ -20,6 +20,7 @@ from ..kernels.runtime.errors import check
 from ..kernels.runtime.leaves import cut
 from ..kernels.runtime.op import acc_dtype
 from ..kernels.runtime.philox import active_rng, keep, mask_key, scale, threshold
+from ..kernels.runtime.rules import COUNT, check_number, check_numbers
 from ..parallel import TensorParallel
 from ..sequence_parallel.context import HeadSplit, cross_back, cross_rows
 from .linear import ColumnParallelLinear, ColumnProjection, RowParallelLinear
@@ -99,6 +100,7 @@ class CrossAttention(ParallelModule):
         super().__init__(tp)
         name = "CrossAttention"
         groups = num_heads if num_kv_heads is None else num_kv_heads
+        check_numbers(name, dict(num_heads=num_heads, num_kv_heads=groups), dict(num_heads=COUNT, num_kv_heads=COUNT))
         fits = head_width is not None or hidden_size % num_heads == 0
         check(fits, f"{name}: hidden_size={hidden_size} is not divisible by num_heads={num_heads}")
         check(num_heads % groups == 0, f"{name}: num_heads={num_heads} is not divisible by num_kv_heads={groups}")
@@ -158,7 +160,8 @@ class CrossAttention(ParallelModule):
         check(
             fits, f"CrossAttention: attention_mask must be {shape}, got {None if mask is None else tuple(mask.shape)}"
         )
-        here = cross_rows(q.view(rows, -1, E), kv.view(len(kv), -1, 2, E), (seq, memory_seq), batch=batch, tp=self.tp)
+        q, kv = q.unflatten(1, (-1, E)), kv.unflatten(1, (-1, 2, E))
+        here = cross_rows(q, kv, (seq, memory_seq), batch=batch, tp=self.tp)
         k, v = here.kv.unflatten(0, (memory_seq, batch)).permute(3, 1, 2, 0, 4)  # [B, G, T, E]
         q = here.q.unflatten(0, (-1, batch)).permute(1, 2, 0, 3)
         p = self.dropout if self.training else 0.0
@@ -209,6 +212,7 @@ def _check_rows(name: str, x: Tensor, width: int) -> None:
 
 def _positions(name: str, rows: int, batch: int, seq: int | None, *, tp: TensorParallel) -> int:
     """Returns the positions of whole sequences, of which the ranks of ``tp`` together have ``rows`` rows."""
+    check_number("CrossAttention: batch", batch, COUNT)
     if seq is None:
         check(rows % batch == 0, f"CrossAttention: {rows} rows of {name} are not divisible by batch={batch}; give seq")
         return rows // batch * tp.cp_size

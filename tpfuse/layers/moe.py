@@ -200,7 +200,7 @@ class ParallelMoE(Adaptable):
         mine = split(F.pad(x, (0, 0, 0, -M % self.tp.all_leaves)), self.tp)
         routed = self._routed(mine, M, None, call)
         y = reduce_bias_dropout_add_norm(routed.parts, leaves=self.tp.leaves)[0]
-        return collect(y, self.tp)[None, :M], routed, mine.shape[0]
+        return collect(y, self.tp, size=len(y) * self.tp.size)[None, :M], routed, mine.shape[0]
 
     def _routed(self, n: Tensor, rows: int, recompute: Recompute | None, call: Call) -> RoutedParts:
         """Returns the results of this rank's n; ``rows``: the number of all ranks' rows, the last of which may be

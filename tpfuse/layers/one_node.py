@@ -221,7 +221,7 @@ class _Backward:
     def branch(self, step: Branch, dparts: Tensor) -> Tensor:
         (constants, options, p, _), gradients, tp = self.layer, self.gradients, self.tp
         wanted, totals = self.request.parameters, self.request.totals
-        dn: Tensor
+        dn: Tensor | None
         if step.name == "attention":
             n, qkv, o, lse = self.take(4)
             grads = WantedGrads(wanted.qkv_weight, dtype_of(p.qkv_bias) if wanted.qkv_bias else None, wanted.out_weight)
@@ -243,6 +243,7 @@ class _Backward:
             dn, gradients["fc1_weight"], gradients["fc1_bias"], gradients["fc2_weight"] = form.gather_mlp_exchange_bwd(
                 dparts, mlp, saved=saved, grads=grads, tp=tp
             )
+        assert dn is not None  # of h, which is another step's
         return dn
 
     def join(self, step: Join, dh: Tensor | None, dn: Tensor | None) -> tuple[Tensor, Tensor]:

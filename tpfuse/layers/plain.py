@@ -139,7 +139,10 @@ class _Put:
 
 def _take(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """The hook after a call, also of one that failed."""
-    for part, name, previous in getattr(module, _HELD).pop():
+    calls = getattr(module, _HELD)
+    if not calls:  # a hook before _Put has failed
+        return
+    for part, name, previous in calls.pop():
         if previous is _ABSENT:
             del part.__dict__[name]
         else:

@@ -99,5 +99,5 @@ def gather_attention_exchange(
         deferral, *weights = deferred(x, qkv_weight, qkv_bias, out_weight)
         return _GatherAttentionExchange.apply(x, *weights, (heads, deferral), options, tp, recompute)
     qkv = run_gather_linear(x, LinearWeights(qkv_weight, qkv_bias, "none"), tp=tp, recompute=recompute, form=form)
-    o = attend_pieces(qkv.view(qkv.shape[0], -1, *heads), options, tp)
+    o = attend_pieces(qkv.unflatten(1, (-1, *heads)), options, tp)
     return run_linear_exchange(o, out_weight, tp, form)

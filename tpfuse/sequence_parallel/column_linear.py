@@ -51,6 +51,7 @@ class GatherLinear(Function):
         (w, z), n = restore(ctx)
         activation, dtype, tp, form = ctx.args
         grads, dy = WantedGrads.of(ctx, ("weight", "bias"), dtype), dy.contiguous()
+        grads = grads._replace(n=ctx.needs_input_grad[0])
         if z is None:
             dn, dw, db = form.gather_linear_bwd(dy, w, n=n, grads=grads, tp=tp)
         else:

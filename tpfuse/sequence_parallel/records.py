@@ -247,12 +247,13 @@ def handing_over(run: Run, weight: Receive | None, out_weight: Receive | None) -
 class WantedGrads(NamedTuple):
     """The weights whose gradients backward computes: that of the linear layer whose input is gathered (``weight``) and
     of the one whose output is scattered (``out_weight``); and the dtype of the bias's gradient, None without it.
-    ``run`` is called with the name of each weight and the work for it."""
+    ``run`` is called with the name of each weight and the work for it.  ``n``: the gathered input has a gradient."""
 
     weight: bool = False
     bias: torch.dtype | None = None
     out_weight: bool = False
     run: Run = run
+    n: bool = True
 
     @property
     def at_once(self) -> bool:

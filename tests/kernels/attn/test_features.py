@@ -296,6 +296,8 @@ ROPE = {k: v.float() for k, v in table(6, 2).items()}
     [
         (dict(window=0, causal=False), "window must be at least 1, got 0"),
         (dict(window=0), "window must be at least 1, got 0"),
+        (dict(window=2.5), "window must be an integer, got 2.5"),
+        (dict(cu_seqlens=ends(0, 6), max_seqlen="6"), "max_seqlen must be an integer, got '6'"),
         (dict(scale=0.0), "scale must be positive and finite, got 0.0"),
         (dict(softcap=-1.0), "softcap must be positive and finite, got -1.0"),
         (dict(batch=2, cu_seqlens=ends(0, 3)), "cu_seqlens needs batch = 1, got 2"),

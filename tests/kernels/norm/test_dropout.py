@@ -100,6 +100,14 @@ def test_errors(p, rng, match):
         dropout(torch.randn(3, 4), p, rng=rng)
 
 
+def test_rows_that_are_not_there():
+    assert dropout(torch.ones(3, 0), 0.5, rng=RNG).shape == (3, 0)
+    with pytest.raises(ValueError, match="dropout: x must be .* got a tensor without dimensions"):
+        dropout(torch.ones(()), 0.5, rng=RNG)
+    with pytest.raises(ValueError, match="dropout: batch must be at least 1, got 0"):
+        dropout(torch.ones(3, 4), 0.5, rng=RNG, batch=0)
+
+
 # ---- the Triton side: launcher == reference under the interpreter, or compiled on a GPU ----
 
 SHAPES = [(0, 4), (1, 1), (37, 20), (3, 768), (2, 17000)]

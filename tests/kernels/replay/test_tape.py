@@ -140,6 +140,15 @@ def test_a_function_is_recorded_in_inference_mode(function):
     assert all(same(a, b) for a, b in zip(result, wanted, strict=True))
 
 
+def test_an_empty_result_of_a_replay_in_inference_mode_can_be_saved_later():
+    """Every replay returns the same one."""
+    made = taped(lambda x: (x + 1, x.new_empty(0)), random(3))
+    with torch.inference_mode():
+        replay(made, random(3))
+    _, empty = replay(made, random(3))
+    assert not empty.is_inference()
+
+
 def test_arguments_may_lie_anywhere_in_their_storage():
     made = taped(parts_of_arguments, random(3, 4), random(5, 4))
     wide = random(9, 4)

@@ -11,7 +11,7 @@ from ..runtime.rules import COUNT, POSITIVE, WHOLE, check_number, check_numbers,
 
 INF = float("inf")
 LOG2E = 1.4426950408889634
-_NUMBERS = {"batch": COUNT, "seq": WHOLE, "scale": POSITIVE, "softcap": POSITIVE}
+_NUMBERS = dict(batch=COUNT, seq=WHOLE, max_seqlen=COUNT, window=COUNT, scale=POSITIVE, softcap=POSITIVE)
 GPU_WIDTH = 256  # columns of a head that the kernels hold: tiles of 512 do not fit shared memory
 
 
@@ -172,12 +172,10 @@ def default_seq(rows: int, batch: int) -> int:
 def check_options(shape: tuple[int, ...], options: Options) -> None:
     """Raises the ValueError of ``attention`` on qkv of ``shape`` for options that break its rules."""
     (M, G, slots, E), batch, seq = shape, options.batch, options.seq
-    numbers = dict(batch=batch, seq=seq, scale=options.scale, softcap=options.softcap)
-    check_numbers("attention", numbers, _NUMBERS)
+    check_numbers("attention", {name: getattr(options, name) for name in _NUMBERS}, _NUMBERS)
     if seq * batch > M:  # a message made in advance would cost more than the check
         raise ValueError(f"attention: seq x batch = {seq} x {batch} rows are more than qkv's {M}")
-    window, bias, cu_seqlens = options.window, options.bias, options.cu_seqlens
-    check(window is None or window >= 1, f"attention: window must be at least 1, got {window}")
+    bias, cu_seqlens = options.bias, options.cu_seqlens
     if options.key_mask is not None:
         _check_tensor("key_mask", options.key_mask, torch.bool, (batch, seq))
     if cu_seqlens is not None:

@@ -297,7 +297,7 @@ class _Linear(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, w, z = ctx.saved_tensors
-        _, weight, bias, *_ = ctx.needs_input_grad
+        needs_input, weight, bias, *_ = ctx.needs_input_grad
         dy, dtype, db, dw = dy.contiguous(), ctx.bias if bias else None, None, None
         if z is not None:
             dy, db, _ = activation_bwd(dy, z, ctx.activation, rebuild=False, bias=dtype)
@@ -309,7 +309,7 @@ class _Linear(Function):
             dw, db_rest = linear_wgrad(dy, x, w.dtype, bias_dtype, fixed=ctx.fixed)
         else:
             db_rest = column_sum(dy, bias_dtype)
-        dx = linear_dgrad(dy, w, 0 if ctx.fixed else None)
+        dx = linear_dgrad(dy, w, 0 if ctx.fixed else None) if needs_input else None
         return dx, dw, None if dtype is None else db_rest if z is None else db, None, None, None
 
 
@@ -327,7 +327,7 @@ def linear(
 ) -> Tensor:
     """Returns act(x W' + b).  x [..., K], weight [N, K], bias [N] -> [..., N] in x's dtype (or autocast's).
 
-    ``activation``: "none", a name in kernels.linear.activation.ACTIVATIONS, as "gelu" (erf), "gelu_tanh" and "relu", or
+    ``activation``: "none", a name in kernels.gemm.activation.ACTIVATIONS, as "gelu" (erf), "gelu_tanh" and "relu", or
     the gated form of one, as "swiglu" and "geglu", with weight [2N, K] and bias [2N], rows of gate and up in turns
     (a [N, 2, K] seen flat).  ``tile``, unless 0, is the number of rows in each GEMM of forward: a row then has the same
     bits whatever rows are beside it.  ``fixed``: a GPU's GEMMs are Triton's, in tiles of one size, so that the order of

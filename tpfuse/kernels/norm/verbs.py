@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..runtime.errors import check, check_floating
 from ..runtime.function import Function, once_differentiable
-from ..runtime.op import ELEMENTWISE, acc_dtype, autocast, op
+from ..runtime.op import ELEMENTWISE, acc_dtype, as_rows, autocast, op
 from ..runtime.philox import FirstRow, Mask, active_rng
+from ..runtime.rules import COUNT, check_number
 from .alone import NORM
 from .core import NormOptions, Weights, drop, fused_norm, norm_ops
 from .kinds import check_kind
@@ -155,8 +157,8 @@ def _check_embed(parts: Tensor, add: Add, norm: NormVectors, mask: Mask, order: 
     _check_norm(name, norm, order == DROP)
     for label, table, index in (("position", add.position_weight, add.positions), ("type", add.type_weight, add.types)):
         check((table is None) == (index is None), f"{name}: {label}_weight and {label}s go together, got one of them")
-        if index is not None and index.shape != (m,):
-            raise ValueError(f"{name}: {label}s must be [{m}], got {tuple(index.shape)}")
+        if index is not None and (index.shape != (m,) or index.dtype != torch.int64):
+            raise ValueError(f"{name}: {label}s must be int64 [{m}], got {index.dtype} {tuple(index.shape)}")
         if table is not None and table.shape[1:] != (D,):
             raise ValueError(f"{name}: {label}_weight must be [_, {D}], got {tuple(table.shape)}")
 
@@ -204,9 +206,10 @@ def dropout(x: Tensor, p: float, *, rng: Tensor, site: int = 0, first_row: First
     (first_row + i) % batch.  ``rng`` int64 [3] = (seed, step, first_sample), of :func:`make_rng`; there is no default.
     Returns x's shape and dtype; p = 0 returns x itself.  ValueError for p outside [0, 1).
     """
-    check_floating("dropout", "x", x)
+    rows = as_rows("dropout", x)
+    check_number("dropout: batch", batch, COUNT)
     mask = Mask.of(active_rng("dropout", p, rng), p, site, first_row=first_row, batch=batch)
     if mask.rng is None:
         return x
-    (x,) = autocast(x)
-    return _Dropout.apply(x.reshape(-1, x.shape[-1]).contiguous(), *mask).view(x.shape)
+    (rows,) = autocast(rows)
+    return _Dropout.apply(rows, *mask).view(x.shape)

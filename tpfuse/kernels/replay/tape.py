@@ -110,7 +110,9 @@ class _Writer:
         if isinstance(event, Allocation):
             shape, strides = self._layout(event)
             if shape == (0,):  # stands for an output that is not there: every replay returns the same one
-                yield f"t{event.slot} = {self._name(torch.empty(0, dtype=event.dtype, device=event.device))}"
+                with torch.inference_mode(False):  # a later call may save it for backward
+                    empty = torch.empty(0, dtype=event.dtype, device=event.device)
+                yield f"t{event.slot} = {self._name(empty)}"
                 return
             yield f"t{event.slot} = {self._name(ALLOCATE[event.device])}({shape}, {strides}, {self._name(event.dtype)})"
             yield from self._address(event.slot)

@@ -30,8 +30,8 @@ class Form(Protocol):
 
     def gather_linear_bwd(
         self, dy: Tensor, w: Tensor, *, n: SavedInput, grads: WantedGrads, tp: TensorParallel
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Returns dn, unsummed, dw and db."""
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Returns dn, unsummed, None unless it is wanted, dw and db."""
 
     def linear_exchange_fwd(self, x: Tensor, w: Tensor, tp: TensorParallel) -> Tensor:
         """Returns parts."""

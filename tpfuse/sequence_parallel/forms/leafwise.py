@@ -225,8 +225,8 @@ class Leafwise(NamedTuple):
 
     def gather_linear_bwd(
         self, dy: Tensor, w: Tensor, *, n: SavedInput, grads: WantedGrads, tp: TensorParallel
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        dn = scatter_rows(column_dgrad(dy, w, self.leaf), tp)
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        dn = scatter_rows(column_dgrad(dy, w, self.leaf), tp) if grads.n else None
         if grads.weight:
             return dn, *grads.run("weight", ColumnGrad(dy, n, w.dtype, grads.bias, leaf=self.leaf))
         return dn, None, bias_grad(dy, grads.bias, self.leaf)

@@ -26,8 +26,8 @@ def gather_linear_fwd(n: Tensor, linear: LinearWeights, tp: TensorParallel) -> t
 
 def gather_linear_bwd(
     dy: Tensor, w: Tensor, *, n: SavedInput, grads: WantedGrads, tp: TensorParallel
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    if not grads.weight:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    if not (grads.weight and grads.n):
         return plain.gather_linear_bwd(dy, w, n=n, grads=grads, tp=tp)
     work = WeightGrad(dy, n.expanded(), w.dtype, grads.bias)
     if not grads.at_once:
@@ -83,7 +83,7 @@ def gather_attention_exchange_fwd(
 
 def gather_attention_exchange_bwd(
     dp: Tensor, weights: Projections, *, saved: AttentionSaved, grads: WantedGrads, tp: TensorParallel
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Returns dn, unsummed, dw, db and dw_out."""
     n, qkv, o, lse, options = saved
     if grads.weight and grads.out_weight:

@@ -23,8 +23,8 @@ def gather_linear_fwd(n: Tensor, linear: LinearWeights, tp: TensorParallel) -> t
 
 def gather_linear_bwd(
     dy: Tensor, w: Tensor, *, n: SavedInput, grads: WantedGrads, tp: TensorParallel
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    dn = scatter_rows(linear_dgrad(dy, w), tp)
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    dn = scatter_rows(linear_dgrad(dy, w), tp) if grads.n else None
     if grads.weight:
         return dn, *grads.run("weight", GatheredWeightGrad(dy, n, w.dtype, grads.bias))
     return dn, None, None if grads.bias is None else column_sum(dy, grads.bias)

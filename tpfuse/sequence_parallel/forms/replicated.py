@@ -24,8 +24,8 @@ __all__ = [
 
 def gather_linear_bwd(
     dy: Tensor, w: Tensor, *, n: SavedInput, grads: WantedGrads, tp: TensorParallel
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    if not grads.weight:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    if not (grads.weight and grads.n):
         return plain.gather_linear_bwd(dy, w, n=n, grads=grads, tp=tp)
     work = WeightGrad(dy, n.rows(), w.dtype, grads.bias)
     dn, dw, db, _ = _backward(w, work, Second(), grads, tp=tp)

@@ -73,7 +73,7 @@ def gather_attention_exchange_fwd_ref(
     label, (R, m, D) = "gather_attention_exchange forward", n.shape
     linear, w_out = LinearWeights(weights.w, weights.b, "none"), weights.w_out
     qkv, _ = steps.gather_and_multiply(f"{label} (n)", n, linear, group_name)
-    qkv = qkv.view(R * m, -1, weights.heads_per_group, weights.head_width)
+    qkv = qkv.unflatten(1, (-1, weights.heads_per_group, weights.head_width))
     if not _by_tiles(qkv, m, options):
         o, lse = attention_fwd(qkv, options)
         leaving = steps.outgoing(f"{label} (parts)", R * m, w_out, R, group_name=group_name)
