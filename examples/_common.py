@@ -6,6 +6,7 @@ The same script runs under torchrun, with any number of processes, and plainly u
 import argparse
 import hashlib
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -27,7 +28,8 @@ class Help(argparse.HelpFormatter):
     """Defaults are shown, where there is one to show."""
 
     def __init__(self, prog: str):
-        super().__init__(prog, max_help_position=28, width=110)
+        columns = shutil.get_terminal_size((112, 24)).columns
+        super().__init__(prog, max_help_position=28, width=min(columns - 2, 110))
 
     def _get_help_string(self, action: argparse.Action) -> str:
         quiet = any(action.default is value for value in (None, False, argparse.SUPPRESS))

@@ -49,6 +49,7 @@ import tpfuse
 from tpfuse import TensorParallel
 from tpfuse.ledger import ThroughputMeter, parameter_count
 from tpfuse.models import GPT
+from tpfuse.training.checkpoint.job import take
 
 # ---- one step
 
@@ -291,6 +292,8 @@ def main() -> None:
     sizes = args.pp, args.dp, args.cp, args.tp
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp", "cp", "tp"))
     with common.one_line_errors():
+        if common.RANK == 0:
+            take(args.out)  # from here on no other run may write there
         rows, pieces = not args.no_sequence_parallel, mesh["cp"] if args.cp > 1 else None
         tp = TensorParallel(mesh["tp"], sequence_parallel=rows, bitwise=args.bitwise, cp=pieces, cp_kind=args.cp_kind)
         prints = [""] * common.WORLD
@@ -338,7 +341,6 @@ def main() -> None:
 
     log = None
     if common.RANK == 0:
-        args.out.mkdir(parents=True, exist_ok=True)
         if not args.resume:
             for old in written:
                 shutil.rmtree(old, ignore_errors=True)

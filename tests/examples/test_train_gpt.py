@@ -229,6 +229,20 @@ def test_a_signal_finishes_the_step_and_says_how_to_go_on(tmp_path, undisturbed,
         same_run(tmp_path, undisturbed(tp, dp)[0])
 
 
+def test_a_folder_in_which_another_run_is_going_on_is_refused(tmp_path):
+    refused = []
+
+    def start_another_and_stop(launcher):
+        refused.append(run(SCRIPT, *arguments(tmp_path, 1, 1, "--restart"), procs=0))
+        os.kill(launcher, signal.SIGINT)
+
+    code, _ = interrupted(
+        SCRIPT, *arguments(tmp_path, 1, 1), procs=0, when=begun(tmp_path), send=start_another_and_stop
+    )
+    assert refused[0].returncode == 2 and f"{tmp_path} is in use by process" in refused[0].stderr
+    assert code == 128 + signal.SIGINT and sorted(losses(tmp_path)) == [*range(1, 1 + len(losses(tmp_path)))]
+
+
 @pytest.mark.slow
 def test_processes_whose_launcher_was_killed_stop_with_a_checkpoint(tmp_path, undisturbed):
     kill = lambda launcher: os.kill(launcher, signal.SIGKILL)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.common import Recorder, assert_close, assert_equal, error, make_tp
@@ -321,6 +322,20 @@ def of_dtensors(world):
 def test_a_model_of_dtensors_is_refused(ranks):
     for message in ranks(2, of_dtensors):
         assert message.endswith("is a DTensor; call add_lora before as_dtensor and fully_shard")
+
+
+def of_shards(world):
+    mesh = world.mesh(2, 1)
+    model = add_lora(GPT(GPT_CONFIG, tp=TensorParallel(mesh["tp"])), rank=1, alpha=4, targets=["fc1"])
+    fully_shard(as_dtensor(model, mesh), mesh=mesh["dp"])
+    before = [p.to_local().clone() for p in model.parameters()]
+    error = said(lambda: merge_lora(model))
+    return error, all(torch.equal(p.to_local(), b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_shards_are_not_merged(ranks):
+    for message, unchanged in ranks(2, of_shards):
+        assert unchanged and "merge_lora: fully_shard holds" in message and "save_adapter, and merge it in" in message
 
 
 def test_errors_are_named():

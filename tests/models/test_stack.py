@@ -121,6 +121,20 @@ def test_under_torch_compile(name):
     assert_equal(compiled("full"), compiled(None))
 
 
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+def test_of_blocks_compiled_one_by_one(name):
+    def compiled(recompute):
+        torch._dynamo.reset()
+        model = make(name, recompute=recompute)
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+        for _ in range(2):  # a graph that serves several layers is made at the second
+            model(**call_of(name, False)).loss.backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    assert_equal(compiled("full"), compiled(None))
+
+
 def test_under_autocast_and_where_a_hook_waits():
     for context in (torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False)):
         made = []

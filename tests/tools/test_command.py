@@ -29,8 +29,9 @@ def unexplained(p: argparse.ArgumentParser) -> list[str]:
     return wrong
 
 
-def test_the_list_of_commands():
+def test_the_list_of_commands(monkeypatch):
     """A line a command."""
+    monkeypatch.setenv("COLUMNS", "112")
     lines = parser().format_help().splitlines()
     listed = {line.split()[0]: line for line in lines if line.startswith("  ") and not line.startswith("  -")}
     assert listed.keys() == COMMANDS.choices.keys()
@@ -147,3 +148,10 @@ def test_without_matplotlib_a_picture_is_refused_before_the_work(planted, monkey
     monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
     assert planted(worked, "--plot", "x.png") == 2
     assert "--plot needs matplotlib" in capsys.readouterr().err
+
+def test_help_is_as_wide_as_the_terminal(monkeypatch):
+    widths = {}
+    for columns in "60", "100", "400":
+        monkeypatch.setenv("COLUMNS", columns)
+        widths[columns] = max(map(len, COMMANDS.choices["bench"].format_help().splitlines()))
+    assert widths["60"] <= 58 < widths["100"] <= 98 < widths["400"] <= 110

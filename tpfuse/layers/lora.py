@@ -36,7 +36,7 @@ from ..sequence_parallel import gather_linear
 from .expert_lora import ExpertLoRA
 from .linear import Adaptable, Adapter, Parts, RowParallelLinear
 from .lora_targets import Chosen, adaptable_layers, base_of, chosen_layers
-from .module import Origin, initialize, leaf_slices, local, on_pieces, on_rows, per_leaf
+from .module import Origin, initialize, leaf_slices, local, on_pieces, on_rows, per_leaf, shards_of_replicas
 from .moe import ParallelMoE
 from .state import dtensors
 
@@ -248,7 +248,11 @@ def add_lora(
 
 
 def merge_lora(model: nn.Module) -> nn.Module:
-    """Adds s B A to the weights, in place, in fp32 and rounded once; adapters are idle until :func:`unmerge_lora`."""
+    """Adds s B A to the weights, in place, in fp32 and rounded once; adapters are idle until :func:`unmerge_lora`.
+
+    ValueError, on every rank if on one, for a model without adapters, merged ones, and one that ``fully_shard`` has
+    sharded.
+    """
     return _merge(model, 1)
 
 
@@ -268,6 +272,8 @@ def _merge(model: nn.Module, sign: int) -> nn.Module:
             all(lora.merged == (sign < 0) for _, lora in layers),
             f"{name}: the adapters are {'' if sign > 0 else 'not '}merged already",
         )
+        for shard in (shard for pair in layers for module in pair for shard in shards_of_replicas(module)):
+            raise ValueError(f"{name}: {shard}; save_adapter, and merge it in a model that is not sharded")
 
     together(check_state, _groups(layer for _, layer in adaptable_layers(model)))
     for layer, lora in layers:

@@ -1,6 +1,6 @@
 """The base of parallel modules: plain local shards as parameters, each with a record of the whole it is a slice of."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, overload
 
 import numpy as np
@@ -245,8 +245,9 @@ def mark_of(module: nn.Module) -> list[Any]:
     mark: list[Any] = []
     parts = [module]
     while parts:
-        fields = parts.pop().__dict__
-        mark.append(fields["training"])
+        part = parts.pop()
+        fields = part.__dict__
+        mark.append(part.training)  # which torch.compile's module has no field of
         mark += _deciding(fields)
         for p in fields["_parameters"].values():
             if p is not None:
@@ -261,13 +262,19 @@ def _deciding(fields: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 def check_gathered(method: str, module: "ParallelModule") -> None:
     """ValueError where FSDP2 has not gathered a layer's parameters: it does so for ``forward`` alone."""
+    for shard in shards_of_replicas(module):
+        raise ValueError(
+            f"{method}: {shard}; call torch.distributed.fsdp.register_fsdp_forward_method(model, {method!r}) once,"
+            " before"
+        )
+
+
+def shards_of_replicas(module: "ParallelModule") -> Iterator[str]:
+    """Says of each of a layer's own parameters that FSDP2 has sharded how much of it is here."""
     for leaf, p, spec, tp in owned(module):
         shape = tuple(s.stop - s.start for s in spec.local(tp))
         if isinstance(p, DTensor) and tuple(p.to_local().shape) != shape:
-            raise ValueError(
-                f"{method}: fully_shard holds {tuple(p.to_local().shape)} of this rank's {shape} of {leaf}; call"
-                f" torch.distributed.fsdp.register_fsdp_forward_method(model, {method!r}) once, before"
-            )
+            yield f"fully_shard holds {tuple(p.to_local().shape)} of this rank's {shape} of {leaf}"
 
 
 def _as_wholes(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:

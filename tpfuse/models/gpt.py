@@ -216,10 +216,9 @@ class GPT(Model):
         sums = self.balance is not None and inputs.labelled and not inputs.headless
         return batch._replace(call=batch.call._replace(router_sums=sums))
 
-    def _count_labels(self, inputs: Inputs) -> Tensor:
-        targets = _targets(inputs)
-        assert targets is not None
-        return (targets != IGNORE).sum()
+    def _targets(self, inputs: Inputs) -> Tensor | None:
+        """Returns the label of each position, that of the token behind it."""
+        return inputs.shift_labels if inputs.labels is None else _shifted(inputs.labels, inputs.cu_seqlens)
 
     def _embedded(self, batch: Batch) -> tuple[Tensor, Normed]:
         """Returns h and n of the first block."""
@@ -232,7 +231,7 @@ class GPT(Model):
             return Output(*self.classifier.score_rows(normed.rows, rows, inputs, rng), hidden_states=states)
         if self.head is None or inputs.headless:
             return Output(last_hidden_state=rows.collected(normed.rows), hidden_states=states)
-        targets, keep = _targets(inputs), inputs.logits_to_keep
+        targets, keep = self._targets(inputs), inputs.logits_to_keep
         if keep is not None:
             last, rows = rows.select(normed.rows, keep)
             normed = Normed(expanded("GPT", last, self.tp))
@@ -261,7 +260,7 @@ class GPT(Model):
         """Returns the loss of the router's sums of layers, over what the cross entropy is divided by."""
         if self.balance is None or not sums:
             return None
-        targets = _targets(inputs)
+        targets = self._targets(inputs)
         assert targets is not None  # sums are asked for where there are labels
         normalizer = 1.0 if inputs.reduction == "sum" else inputs.loss_normalizer
         weights = _label_counts(targets, inputs.cu_seqlens)
@@ -375,11 +374,6 @@ class GPT(Model):
             or cls.config_class.from_hf(files.config).tie_embeddings
         )
         return dict(lm_head=headed or not base, classifier=named_in(files.config, family))
-
-
-def _targets(inputs: Inputs) -> Tensor | None:
-    """Returns the label of each position, that of the token behind it; None where there are none."""
-    return inputs.shift_labels if inputs.labels is None else _shifted(inputs.labels, inputs.cu_seqlens)
 
 
 def _shifted(labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:

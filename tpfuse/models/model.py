@@ -254,10 +254,9 @@ class Model(nn.Module):
             self.step += 1
             self._host.counted(self.step)
 
-    def _count_labels(self, inputs: Inputs) -> Tensor:
-        """Returns the number of a call's labels that have a loss, int64 []."""
-        assert inputs.labels is not None
-        return (inputs.labels != IGNORE).sum()
+    def _targets(self, inputs: Inputs) -> Tensor | None:
+        """Returns the label of each position, [B, S]; None where a call has none."""
+        return inputs.labels
 
     def input_embeddings(self, input_ids: Tensor) -> Tensor:
         """ids int64 [B, S] -> the embedding's rows [B, S, D], whole and the same on every tensor-parallel rank.

@@ -112,7 +112,9 @@ def _recomputed(block: Any, h: Tensor, normed: Normed, call: Call) -> tuple[Tens
     def from_recipe(h: Tensor, *saved: Any) -> tuple[Any, ...]:
         if forward:  # where the graph goes on to what made n
             return _flat(block(h, Normed(forward.pop()), call=call))
-        n = norm_apply(Recompute(h.detach(), *saved, *constants)).expand(shape).requires_grad_(differentiated)
+        with torch.no_grad():  # a compiled block's recipe has the norm's own weight
+            n = norm_apply(Recompute(h, *saved, *constants)).expand(shape)
+        n.requires_grad_(differentiated)
         return _flat(block(h, Normed(n), call=call))
 
     return _normed(rerun(from_recipe, h, *tensors), before)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..kernels.losses.op import check_ids
+from ..kernels.losses.options import IGNORE
 from ..kernels.norm import norm_in
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.function import Function, once_differentiable
@@ -61,7 +62,7 @@ class StagedModel(Protocol):
     def _agree(self, call: str, arguments: dict[str, Any]) -> None: ...
     def _at_call(self) -> None: ...
     def _counters(self, inputs: Inputs, batch: int) -> tuple[Any, Any]: ...
-    def _count_labels(self, inputs: Inputs) -> Tensor: ...
+    def _targets(self, inputs: Inputs) -> Tensor | None: ...
     def _balance_loss(self, sums: tuple[Tensor, ...], inputs: Inputs) -> Tensor | None: ...
     def _count(self, step: int | Tensor | None) -> None: ...
     def _seed_and_step(self) -> dict[str, int]: ...
@@ -266,14 +267,21 @@ class ModelStages:
             part |= dict(cu_seqlens=None if packed is None else packed[m], max_seqlen=longest)
             part |= dict(step=step, first_sample=None if sample is None else sample + m * size)
             micro.append(model._begin(inputs._replace(**part)))
+            check_ids(f"{name}: labels", self._labels(model, micro[-1]), model.config.vocab_size, IGNORE)
         return micro
+
+    @staticmethod
+    def _labels(model: StagedModel, batch: Batch) -> Tensor:
+        targets = model._targets(batch.inputs)
+        assert targets is not None  # a step has labels
+        return targets
 
     def normalized(self, model: StagedModel, micro_batches: list[Batch]) -> list[Batch]:
         """Returns calls whose losses are parts of a mean over the labels of all of them, of every replica."""
         first = micro_batches[0].inputs
         if first.reduction != "mean" or first.loss_normalizer is not None:
             return micro_batches
-        total = torch.stack([model._count_labels(batch.inputs) for batch in micro_batches]).sum()
+        total = torch.stack([(self._labels(model, batch) != IGNORE).sum() for batch in micro_batches]).sum()
         if (dp := model.groups.dp) is not None:
             dist.all_reduce(total, group=dp)
         normalizer = total.clamp(min=1)

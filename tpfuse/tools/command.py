@@ -7,6 +7,7 @@ that is imported when the command is.
 import argparse
 import json
 import os
+import shutil
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Collection, Mapping
@@ -27,7 +28,8 @@ class Help(argparse.HelpFormatter):
     """Adds its default to the help of an option that has one and does not name it; lists commands like options."""
 
     def __init__(self, prog: str):
-        super().__init__(prog, max_help_position=30, width=110)
+        columns = shutil.get_terminal_size((112, 24)).columns
+        super().__init__(prog, max_help_position=30, width=min(columns - 2, 110))
 
     def _format_action(self, action: argparse.Action) -> str:
         if isinstance(action, argparse._SubParsersAction):

@@ -73,7 +73,7 @@ def save_file(tensors: dict[str, Tensor], file: Path) -> None:
     try:
         safetensors.save_file(tensors, file, metadata={"format": "pt"})
     except SafetensorError as error:
-        raise OSError(f"{file.name} cannot be written: {error}") from error
+        raise OSError(f"{file} cannot be written: {error}") from error
     file.chmod(mode)
 
 

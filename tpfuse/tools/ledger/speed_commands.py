@@ -89,7 +89,13 @@ def register_calibrate(p: CommandParser) -> None:
         metavar="N,..",
         help="numbers of processes that run at once, one thread each",
     )
-    cli.add_number(p, "--seconds", cli.seconds, "time that it takes about, in seconds", default=60)
+    cli.add_number(
+        p,
+        "--seconds",
+        cli.seconds,
+        "time that it takes about, in seconds; one run of every size is the least, a minute on two cores",
+        default=60,
+    )
     cli.add_output(p, plot=False)
 
 
