@@ -2,7 +2,6 @@
 curves."""
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +15,7 @@ from tpfuse.layers.shards import named_specs
 from tpfuse.models import GPT, Bert, BertConfig, GPTConfig
 from tpfuse.models.files.source import written
 from tpfuse.models.files.write import full_tensor
+from tpfuse.tools.ledger.layer import default_dtype as default_dtype
 
 # Vocabulary, batch, sequence and tied embeddings: 997 = 250 + 250 + 250 + 247 words on four ranks, and GPT-2's 50257,
 # no multiple of anything; 1 to 254 rows, which leave ranks with padding only, or some of it.
@@ -42,16 +42,6 @@ def narrow(config, **changes):
 # in all three places
 GPT_CONFIG = GPTConfig(vocab_size=97, max_positions=32, hidden_size=48, num_layers=2, num_heads=12, ffn_size=84)
 BERT_CONFIG = BertConfig(vocab_size=97, max_positions=32, hidden_size=48, num_layers=2, num_heads=12, ffn_size=84)
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def batch(config, size: int = 3, seq: int = 7, pad: str | None = None, seed: int = 0) -> dict[str, Tensor]:

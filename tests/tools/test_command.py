@@ -149,6 +149,7 @@ def test_without_matplotlib_a_picture_is_refused_before_the_work(planted, monkey
     assert planted(worked, "--plot", "x.png") == 2
     assert "--plot needs matplotlib" in capsys.readouterr().err
 
+
 def test_help_is_as_wide_as_the_terminal(monkeypatch):
     widths = {}
     for columns in "60", "100", "400":

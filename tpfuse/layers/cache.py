@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.attn.op import attention_decode
-from ..kernels.attn.options import DecodeOptions
-from ..kernels.attn.tiles import Keys, TileOptions, attend_tiles
+from ..kernels.attn.options import DecodeOptions, Options
+from ..kernels.attn.tiles import Keys, attend_tiles
 from ..kernels.runtime import matmul
 from ..kernels.runtime.leaves import cut
 from ..kernels.runtime.op import acc_dtype
@@ -129,7 +129,7 @@ class KVCache:
         k, v = self.kv[:, :, :, : start + n].unbind(2)
         mask = self.mask[:, : start + n] if self.padded else None
         scale = E**-0.5 if seeing.scale is None else seeing.scale
-        options = TileOptions(tile, causal=True, window=seeing.window, scale=scale, softcap=seeing.softcap)
+        options = Options(tile=tile, causal=True, window=seeing.window, scale=scale, softcap=seeing.softcap)
         o, _ = attend_tiles(q.permute(1, 2, 3, 0, 4), Keys.of(k, v, mask), options, start=start)
         return o.permute(3, 0, 1, 2, 4).reshape(n * batch, -1)
 

@@ -14,12 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.attn.options import as_key_mask
+from ..kernels.attn.options import Options, as_key_mask
+from ..kernels.attn.reference import keep_mask
 from ..kernels.runtime import matmul
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.leaves import cut
 from ..kernels.runtime.op import acc_dtype
-from ..kernels.runtime.philox import active_rng, keep, mask_key, scale, threshold
+from ..kernels.runtime.philox import active_rng, scale, threshold
 from ..kernels.runtime.rules import COUNT, check_number, check_numbers
 from ..parallel import TensorParallel
 from ..sequence_parallel.context import HeadSplit, cross_back, cross_rows
@@ -196,13 +197,10 @@ class CrossAttention(ParallelModule):
     @torch.no_grad()
     def _mask(self, rng: Tensor, probs: Tensor, positions: Tensor, first_head: int) -> Tensor:
         """Returns 0 or 1 / (1 - p) for every probability [B, H, S, T]; it reads rng, so that a GPU is waited for."""
-        (batch, heads, _, keys), device = probs.shape, probs.device
-        *key, first_sample = mask_key(rng)
-        head = (self.site << 16) + first_head + torch.arange(heads, device=device)[:, None, None]
-        rows, samples = positions[:, None], torch.arange(batch, device=device)
-        sample = first_sample + samples[:, None, None, None]
-        factors = keep(key, rows, head, columns=keys, sample=sample, p=self.dropout, dtype=probs.dtype)
-        return factors * scale(self.dropout)
+        (_, heads, _, keys), samples = probs.shape, torch.arange(len(probs), device=probs.device)
+        options = Options(rng=rng, p=self.dropout, site=self.site, first_head=first_head)
+        kept = keep_mask(options, positions, samples, heads=heads, keys=range(keys), dtype=probs.dtype)
+        return kept * scale(self.dropout)
 
 
 def _check_rows(name: str, x: Tensor, width: int) -> None:

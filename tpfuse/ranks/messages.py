@@ -29,7 +29,6 @@ from .threads import Threads, outermost
 T = TypeVar("T")
 _KINDS: tuple[type[Exception], ...] = (ValueError, OSError)  # what bad input and bad files raise; else RuntimeError
 _NUMBERS, _LONGEST_NAME = 2, 240  # of a head, beside the call's; bytes of its name
-_LIBRARY = __name__.partition(".")[0] + "."
 _channels: "weakref.WeakKeyDictionary[dist.ProcessGroup, Channel]" = weakref.WeakKeyDictionary()
 
 

@@ -32,16 +32,6 @@ KEYS = 64  # of a block
 _ABSENT = 1 << 40  # the column of a key that nobody sees
 
 
-class TileOptions(NamedTuple):
-    """The numbers of attention in tiles; as in :class:`Options`."""
-
-    tile: int  # queries
-    causal: bool
-    window: int | None
-    scale: float
-    softcap: float | None
-
-
 class Keys(NamedTuple):
     """Keys, rotated, and values [B, G, L, E], and the column of each [B or 1, L]: its place in the sequence."""
 
@@ -67,7 +57,7 @@ class Keys(NamedTuple):
         columns = F.pad(self.columns, (0, short), value=_ABSENT).split(KEYS, 1)
         return [Keys(a.contiguous(), b.contiguous(), c) for a, b, c in zip(k, v, columns, strict=True)]
 
-    def visible(self, queries: Tensor, options: TileOptions) -> Tensor:
+    def visible(self, queries: Tensor, options: Options) -> Tensor:
         """Returns bool [B or 1, .., L]: whether the queries at columns [..] see them."""
         distance = queries[..., None] - self.columns.view(len(self.columns), *[1] * queries.dim(), -1)
         if options.causal:
@@ -76,7 +66,7 @@ class Keys(NamedTuple):
 
 
 def attend_tiles(
-    q: Tensor, keys: Keys, options: TileOptions, *, start: int, keep: Callable[[Tensor, Tensor], Tensor] | None = None
+    q: Tensor, keys: Keys, options: Options, *, start: int, keep: Callable[[Tensor, Tensor], Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """q [B, G, Q, n, E], rotated, at the columns from ``start`` on -> o like q, lse [B, G, Q, n].
 
@@ -141,7 +131,6 @@ def fwd_tiles(x: Tensor, options: Options, chunk: QueryChunk | None = None) -> t
     (q, k, v), places = operands(x, options, chunk), query_positions(options, chunk)
     q, k = rotate_both(q, k, options, places)
     batch, G, Q, n, E = q.shape
-    numbers = TileOptions(options.tile, options.causal, options.window, scale=options.scale, softcap=options.softcap)
     keep = None if options.rng is None else _Keep(options, G, Q, acc_dtype(x))
     output = x.new_zeros(len(x), G * Q * E)
     lse = x.new_full((batch, G * Q, n), INF, dtype=acc_dtype(x))
@@ -153,7 +142,7 @@ def fwd_tiles(x: Tensor, options: Options, chunk: QueryChunk | None = None) -> t
         keys_of, rows = slice(start, stop), slice(begin - places.start, end - places.start)
         mask = None if options.key_mask is None else options.key_mask[:, keys_of]
         keys = Keys.of(k[:, :, 0, keys_of], v[:, :, 0, keys_of], mask, start)
-        o, sums = attend_tiles(q[:, :, :, rows], keys, numbers, start=begin, keep=keep)
+        o, sums = attend_tiles(q[:, :, :, rows], keys, options, start=begin, keep=keep)
         o_by_head[:, :, :, rows], lse_by_head[:, :, :, rows] = o, sums
     return output, lse
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ..runtime.launch import target
 from ..runtime.tuning import LaunchConfig
-from .options import TENSORS, Options
+from .options import GPU_WIDTH, TENSORS, Options
 
 HALF = torch.float16, torch.bfloat16
-WIDTH, SAMPLES = 256, 65535  # columns of a head, and samples, at most: one is a grid's second dimension
+SAMPLES = 65535  # at most: one is a grid's second dimension
 
 
 def able(qkv: Tensor, options: Options) -> bool:
@@ -22,7 +22,7 @@ def able(qkv: Tensor, options: Options) -> bool:
     (_, G, _, E) = qkv.shape
     samples = options.batch * G
     plain = all(option is None for option in (*options[:TENSORS], options.window, options.softcap))
-    fits = E % 8 == 0 and E <= WIDTH and 0 < samples <= SAMPLES and options.seq > 0
+    fits = E % 8 == 0 and E <= GPU_WIDTH and 0 < samples <= SAMPLES and options.seq > 0
     return plain and fits and qkv.dtype in HALF and qkv.is_contiguous() and qkv.data_ptr() % 16 == 0
 
 

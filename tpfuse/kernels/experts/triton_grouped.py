@@ -22,6 +22,7 @@ from ..gemm.triton_activation import activate_tile, activate_tile_backward, cons
 from ..gemm.triton_gemm import _halves
 from ..runtime.device import swizzle
 from ..runtime.launch import launch, next_power_of_2, target
+from ..runtime.op import dense
 from ..runtime.partials import reduce_partials
 from ..runtime.triton import tl, triton
 from ..runtime.tuning import LaunchConfig
@@ -273,7 +274,7 @@ class _Grid(NamedTuple):
 
 def experts_up_launch(x: Tensor, rows: ExpertRows, w1: Tensor, activation: str, tile: int = 0) -> tuple[Tensor, Tensor]:
     """Runs the kernel, whose tiles have one size whatever ``tile`` is."""
-    x, w1, (index, offsets) = x.contiguous(), w1.contiguous(), _dense(rows)
+    x, w1, (index, offsets) = x.contiguous(), w1.contiguous(), dense(rows)
     n, (E, N, D), tiles = _count(x, index), w1.shape, _tiles(x, w1.shape[1:])
     z, a = x.new_empty(n, N), x.new_empty(n, N // width(activation))
     tiles_m, programs = _Grid.of(n, E, columns=N, tiles=tiles)
@@ -287,7 +288,7 @@ def experts_up_launch(x: Tensor, rows: ExpertRows, w1: Tensor, activation: str, 
 
 def _down(x: Tensor, rows: ExpertRows, w: Tensor, weights: Tensor | None, y: Tensor, nt: bool) -> Tensor:
     """Fills rows of y with those of x [n, K] times W', or where not ``nt`` times W."""
-    x, w, (place, offsets) = x.contiguous(), w.contiguous(), _dense(rows)
+    x, w, (place, offsets) = x.contiguous(), w.contiguous(), dense(rows)
     weights = None if weights is None else weights.contiguous()
     (n, K), E, N, tiles = x.shape, len(w), y.shape[1], _tiles(x, w.shape[1:])
     tiles_m, programs = _Grid.of(n, E, columns=N, tiles=tiles)
@@ -320,7 +321,7 @@ def experts_dx_launch(dz: Tensor, rows: ExpertRows, w1: Tensor, count: int, room
 def experts_dact_launch(
     dy: Tensor, rows: ExpertRows, w2: Tensor, z: Tensor, weights: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dy, w2, z, weights, (index, offsets) = (*(t.contiguous() for t in (dy, w2, z, weights)), _dense(rows))
+    dy, w2, z, weights, (index, offsets) = (*(t.contiguous() for t in (dy, w2, z, weights)), dense(rows))
     n, (E, D, F), tiles = len(z), w2.shape, dact_tiles(dy, w2, activation)
     dz, ga, dg = z.new_empty(z.shape), z.new_empty(n, F), z.new_empty(n, dtype=torch.float32)
     partial = z.new_empty(-(-F // tiles["BN"]), n, dtype=torch.float32)
@@ -335,8 +336,7 @@ def experts_dact_launch(
 
 
 def _wgrad(sides: Sides, dw: Tensor, add: bool) -> None:
-    dy, x, offsets, dy_index, x_index = (None if t is None else t.contiguous() for t in sides)
-    assert dy is not None and x is not None  # mypy's
+    dy, x, offsets, dy_index, x_index = dense(sides)
     (E, N, K), tiles = dw.shape, _wgrad_tiles(dy, x)
     grid = E * -(-N // tiles["BN"]) * -(-K // tiles["BK"])
     launch(
@@ -355,10 +355,6 @@ def experts_wgrad_launch(sides: Sides, dtype: torch.dtype) -> Tensor:
 
 def experts_wgrad_add_launch(sides: Sides, total: Tensor) -> None:
     _wgrad(sides, total, add=True)
-
-
-def _dense(rows: ExpertRows) -> tuple[Tensor | None, Tensor]:
-    return None if rows.row_index is None else rows.row_index.contiguous(), rows.offsets.contiguous()
 
 
 def _count(x: Tensor, index: Tensor | None) -> int:

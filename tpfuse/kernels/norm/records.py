@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-ALONE, PRE, POST, DROP = ORDERS = "alone", "pre", "post", "drop"  # see core.py
+ALONE, PRE, POST, DROP = "alone", "pre", "post", "drop"  # see core.py
 
 
 class Add(NamedTuple):
