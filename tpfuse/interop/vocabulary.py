@@ -281,5 +281,5 @@ def _tables(model: Model) -> list[tuple[str, nn.Parameter, Spec, TensorParallel]
 def _resize_layers(model: Model, count: int) -> None:
     model.embedding.num_embeddings, (model.embedding.first, _) = count, model.tp.chunk(count)
     if isinstance(head := model.head, LMHead):
-        head.vocab_size, (head.first, _) = count, head.tp.chunk(count)
+        head.vocab_size, (head.first, head.last) = count, head.tp.chunk(count)
         head.columns = head.tp.slice_size(count)

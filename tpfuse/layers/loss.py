@@ -136,7 +136,7 @@ class VocabParallelHead(ParallelModule):
         device: torch.device | str | None = None,
     ):
         super().__init__(tp)
-        self.first, _ = self.tp.chunk(vocab_size, f"{type(self).__name__}: vocab_size")
+        self.first, self.last = self.tp.chunk(vocab_size, f"{type(self).__name__}: vocab_size")
         self.columns = self.tp.slice_size(vocab_size)  # the last ranks may have fewer
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
         shape = vocab_size, hidden_size
