@@ -292,8 +292,6 @@ def main() -> None:
     sizes = args.pp, args.dp, args.cp, args.tp
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp", "cp", "tp"))
     with common.one_line_errors():
-        if common.RANK == 0:
-            take(args.out)  # from here on no other run may write there
         rows, pieces = not args.no_sequence_parallel, mesh["cp"] if args.cp > 1 else None
         tp = TensorParallel(mesh["tp"], sequence_parallel=rows, bitwise=args.bitwise, cp=pieces, cp_kind=args.cp_kind)
         prints = [""] * common.WORLD
@@ -338,6 +336,8 @@ def main() -> None:
             optimizer=optimizer,
         )
         start = resume(setup, checkpoints) if args.resume else 0
+        if common.RANK == 0:
+            take(args.out)  # from here on no other run may write there
 
     log = None
     if common.RANK == 0:
