@@ -121,7 +121,7 @@ def test_under_torch_compile(name):
     assert_equal(compiled("full"), compiled(None))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_of_blocks_compiled_one_by_one(name):
     def compiled(recompute):
         torch._dynamo.reset()
@@ -287,6 +287,7 @@ def test_one_graph_serves_pieces_of_any_length(ranks):
     assert ranks(2, of_pieces) == [2, 2]
 
 
+@pytest.mark.slow
 def test_with_dynamic_shapes_from_the_start():
     """The second call finds that the step was counted on."""
     assert of_any_size(None, "gpt2", True) <= 2
