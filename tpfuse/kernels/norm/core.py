@@ -379,4 +379,9 @@ def fused_norm(
     a norm), and the record that recomputes n (None unless ``options.recompute``, without a norm, and where n has been
     dropped out).  ValueError for rows that are not divisible by ``options.leaves``."""
     check_leaves(ops.name, parts, options.leaves)
-    return _FusedNorm.apply(ops, options, parts, *weights)
+    h, n, recompute = _FusedNorm.apply(ops, options, parts, *weights)
+    if recompute is not None and options.order not in (POST, DROP) and torch.compiler.is_compiling():
+        # A graph would return h and the record's alias of it as one tensor, whose gradient autograd then takes for that
+        # of the alias: inductor drops a detach().
+        recompute = recompute._replace(h=h)
+    return h, n, recompute
