@@ -2,13 +2,14 @@
 place of W."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.common import assert_close, assert_equal, error, make_tp
-from tests.models.common import batch, body_loss
+from tests.models.common import GPT_CONFIG, batch, body_loss
 from tests.models.theirs import loss_of, make
 from tpfuse import add_lora, load_adapter, merge_lora, parallelize, save_adapter
 from tpfuse.interop import adapter
@@ -165,6 +166,29 @@ def test_rslora_and_frozen_unless_asked(tmp_path):
     assert not any(p.requires_grad for p in model.parameters())
     want = exact("llama", tensors, scale=ALPHA / R_A**0.5)
     assert error(model(**batch(model.config)).logits, want["out"]) < 1e-10
+
+
+def test_adapters_of_a_model_that_no_file_describes_come_back(tmp_path):
+    """A llama with learned positions: the names of its layers are known, and others are not asked for."""
+    config = replace(GPT_CONFIG, family="llama", norm="rms", gated=True, activation="silu", mlp_bias=False)
+    model, other = (add_lora(GPT(config, seed=0), rank=2, alpha=4, seed=seed) for seed in (1, 2))
+    save_adapter(model, tmp_path / "adapter")
+    found = load_adapter(GPT(config, seed=0), tmp_path / "adapter")
+    ids = torch.arange(12).view(2, 6)
+    assert torch.equal(model(ids).logits, found(ids).logits)
+    weights = dict(other.named_parameters())
+    assert any(not torch.equal(p, weights[name]) for name, p in found.named_parameters())
+
+
+def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("planted")
+
+    model = add_lora(GPT(GPT_CONFIG), rank=2, alpha=4)
+    monkeypatch.setattr(adapter, "full_tensor", fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        save_adapter(model, tmp_path / "adapter")
+    assert not any(tmp_path.iterdir())
 
 
 def saved(world, path, adapters):

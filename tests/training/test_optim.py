@@ -206,3 +206,9 @@ def test_gradients_of_several_dtypes():
     torch.testing.assert_close(norm.double(), exact.norm(), rtol=1e-6, atol=0)
     for p, grad in zip(model.parameters(), before):
         torch.testing.assert_close(p.grad, grad * (0.5 / (exact.norm() + 1e-6)).to(grad.dtype), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("weight_decay", [-0.1, float("nan"), "x"])
+def test_a_decay_that_is_none(weight_decay):
+    with pytest.raises(ValueError, match="param_groups: weight_decay must be"):
+        param_groups(torch.nn.Linear(2, 2), weight_decay)

@@ -71,11 +71,11 @@ def save_adapter(model: nn.Module, path: str | Path) -> None:
     new = together(lambda: NewFiles(Path(path), caller) if leads else None, base.groups.all())
     tensors: dict[str, Tensor] = {}
     error: Exception | None = None
-    entries = *_entries(base), *_head_entries(base).values()
-    for name, tensor in written((e.source, full_tensor(e.p, e.spec, e.tp)) for e in entries):
-        if base.groups.writes:
-            tensors[name] = tensor.cpu()
     with nullcontext() if new is None else new:
+        entries = *_entries(base), *_head_entries(base).values()
+        for name, tensor in written((e.source, full_tensor(e.p, e.spec, e.tp)) for e in entries):
+            if base.groups.writes:
+                tensors[name] = tensor.cpu()
         for tensors_of_stage in gather(tensors, stages, to_first=True):
             tensors = tensors_of_stage | tensors
         if new is not None:
@@ -225,10 +225,10 @@ def _head_entries(base: Model) -> dict[str, _Entry]:
     """Returns the parameters of a classification head, by their names in a file."""
     sources, entries = base.files.sources(), {}
     for name, p, spec, tp in base.files.stored_parameters():
-        hf_name = sources[name].names[0]
-        if hf_name.rpartition(".")[0] in trained_modules(base):
-            full = _PREFIX + base.files.hf_name(hf_name)
-            entries[full] = _Entry(p, spec, tp, Source.one(full, sources[name].pattern))
+        source = sources.get(name)  # None: the family's files have no such parameter
+        if source is not None and source.names[0].rpartition(".")[0] in trained_modules(base):
+            full = _PREFIX + base.files.hf_name(source.names[0])
+            entries[full] = _Entry(p, spec, tp, Source.one(full, source.pattern))
     return entries
 
 

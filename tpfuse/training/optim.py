@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..kernels.runtime.errors import check
-from ..kernels.runtime.rules import check_number, described, limited, listed
+from ..kernels.runtime.rules import NOT_NEGATIVE, check_number, described, limited, listed
 from ..layers.norm import LayerNorm
 from ..layers.partial import check_when_due
 from ..layers.shards import named_specs
@@ -26,8 +26,9 @@ from .main_grad import gradient, stepped
 def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Returns two groups for a torch optimizer: weights with ``weight_decay``, norms and biases without.
 
-    Frozen parameters are in neither.
+    Frozen parameters are in neither.  ValueError for a ``weight_decay`` that is no finite number from 0.
     """
+    check_number("param_groups: weight_decay", weight_decay, NOT_NEGATIVE)
     norms = {
         id(p)
         for m in model.modules()

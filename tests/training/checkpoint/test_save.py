@@ -164,7 +164,7 @@ def test_extra_that_is_not_json(tmp_path):
 
 
 def test_a_step_that_is_none(tmp_path):
-    for step in (-1, 1.5, True, "1", None):
+    for step in (-1, 1.5, True, "1", None, 1 << 63):
         with pytest.raises(ValueError, match="save_checkpoint: step must be an integer from 0"):
             save_checkpoint(tmp_path, *made(), step=step)
 

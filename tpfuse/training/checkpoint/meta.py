@@ -18,6 +18,7 @@ Meta = dict[str, Any]
 
 _SEAL = re.compile(rb'{"sha256": "([0-9a-f]{64})",\n')
 _LARGEST = 1 << 30  # bytes
+NATURAL = "an integer from 0 to 2**63 - 1"
 
 
 def sealed(meta: Meta) -> bytes:
@@ -103,7 +104,7 @@ def _short(value: Any) -> str:
     return repr(value)[:60]
 
 
-def _natural(value: Any) -> bool:
+def is_natural(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
@@ -115,7 +116,7 @@ def _file(value: Any) -> bool:
     return (
         isinstance(value, list)
         and len(value) == 2
-        and _natural(value[0])
+        and is_natural(value[0])
         and isinstance(value[1], str)
         and re.fullmatch("[0-9a-f]{64}", value[1]) is not None
     )
@@ -128,7 +129,7 @@ def _tensor(value: Any) -> bool:
         and isinstance(value[0], str)
         and value[0] in DTYPES
         and isinstance(value[1], list)
-        and all(map(_natural, value[1]))
+        and all(map(is_natural, value[1]))
     )
 
 
@@ -140,8 +141,8 @@ def _group(value: Any) -> bool:
 def _hook(value: Any) -> bool:
     return value is None or (
         isinstance(value, dict)
-        and _natural(value.get("replicas"))
-        and _natural(value.get("step"))
+        and is_natural(value.get("replicas"))
+        and is_natural(value.get("step"))
         and isinstance(value.get("units"), list)
         and all(isinstance(unit, list) and all(isinstance(name, str) for name in unit) for unit in value["units"])
     )
@@ -154,7 +155,7 @@ def _pending(value: Any) -> bool:
 
 Rule = tuple[Callable[[Any], bool], str]
 _FIELDS_1: dict[str, Rule] = {
-    "step": (_natural, "an integer from 0"),
+    "step": (is_natural, NATURAL),
     "seed": (_int64, "an integer of 64 bits"),
     "model_step": (_int64, "an integer of 64 bits"),
     "param_groups": (lambda v: isinstance(v, list) and all(map(_group, v)), "a list of groups with params"),

@@ -25,7 +25,7 @@ from .errors import named
 from .folder import SAVING, check_shared, new_checkpoint, publish, read_latest, tidy
 from .hooks import hook_pieces
 from .job import JobProcess, check_held, take
-from .meta import VERSION, Meta, check_json, read_text, sealed
+from .meta import NATURAL, VERSION, Meta, check_json, is_natural, read_text, sealed
 from .pending import pending_pieces
 from .pieces import Piece, PieceInfo, Place, shares
 from .ranks import Ranks, all_ranks
@@ -146,8 +146,8 @@ def save_checkpoint(
 
 def _collect(model: nn.Module, optimizer: Optimizers, step: int, extra: Any) -> tuple[list[Piece], Meta]:
     """Returns what is here of every tensor, and meta.json but for the files."""
-    if type(step) is not int or step < 0:
-        raise ValueError(f"step must be an integer from 0, got {step!r}")
+    if not is_natural(step):
+        raise ValueError(f"step must be {NATURAL}, got {step!r}")
     entries, optimizers = entries_of(model), as_tuple(optimizer)
     groups = groups_of(entries, optimizers)
     check_json("extra", extra)
