@@ -383,5 +383,5 @@ def fused_norm(
     if recompute is not None and options.order not in (POST, DROP) and torch.compiler.is_compiling():
         # A graph would return h and the record's alias of it as one tensor, whose gradient autograd then takes for that
         # of the alias: inductor drops a detach().
-        recompute = recompute._replace(h=h)
+        recompute = Recompute(h, *recompute[1:])
     return h, n, recompute
