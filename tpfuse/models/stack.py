@@ -112,7 +112,7 @@ def _recomputed(block: Any, h: Tensor, normed: Normed, call: Call) -> tuple[Tens
     def from_recipe(h: Tensor, *saved: Any) -> tuple[Any, ...]:
         if forward:  # where the graph goes on to what made n
             return _flat(block(h, Normed(forward.pop()), call=call))
-        with torch.no_grad():  # a compiled block's recipe has the norm's own weight
+        with torch.no_grad():  # tensors of a compiled block's recipe require gradients
             n = norm_apply(Recompute(h, *saved, *constants)).expand(shape)
         n.requires_grad_(differentiated)
         return _flat(block(h, Normed(n), call=call))
