@@ -1,5 +1,7 @@
 """What the tests of every kernel share: the rules by which a result counts as right."""
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -75,6 +77,15 @@ def assert_compiles(fn, *inputs, backend: str = "aot_eager") -> None:
     rtol = 0 if backend == "aot_eager" else 1e-6
     compiled = torch.compile(fn, fullgraph=True, backend=backend)
     torch.testing.assert_close(run(compiled, inputs), run(fn, inputs), rtol=rtol, atol=rtol)
+
+
+def peak(fn) -> tuple[object, int]:
+    """Returns fn() and the bytes that it held at most beyond what was there before, by torch's own record of its
+    allocations on a CPU."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        result = fn()
+    sizes = (e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]")
+    return result, max(itertools.accumulate(sizes), default=0)
 
 
 def gradcheck(fn, *inputs) -> None:

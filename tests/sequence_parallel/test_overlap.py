@@ -3,7 +3,6 @@ of hangs."""
 
 import contextlib
 import functools
-import itertools
 import os
 import random
 import re
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.common import TOLERANCE, assert_equal, error, fake_tp, my_rows
+from tests.kernels.common import peak
 from tests.planted import planted
 from tests.pool import RankFailed
 from tests.sequence_parallel import test_plain as plain
@@ -384,22 +384,15 @@ def _call(op, x, w1, w2, *, tp):
 
 
 def peaks(forward, leaves):
-    """Bytes that forward, then backward, hold at most beyond what was there before, by torch's own record of its
-    allocations."""
-    profile = functools.partial(
-        torch.profiler.profile, activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    )
+    """Bytes that forward, then backward, hold at most beyond what was there before."""
     for _ in range(2):  # the first warms up
-        with profile() as ahead:
-            y = forward()
+        y, ahead = peak(forward)
         dy = torch.randn(y.shape) if y.dim() == 2 else torch.randn(y.shape[1:]).expand(y.shape)
-        with profile() as back:
-            y.backward(dy)
+        _, back = peak(functools.partial(y.backward, dy))
         for leaf in leaves:
             leaf.grad = None
         del y, dy
-    events = ([e.nbytes() for e in p.profiler.kineto_results.events() if e.name() == "[memory]"] for p in (ahead, back))
-    return [max(itertools.accumulate(sizes), default=0) for sizes in events]
+    return ahead, back
 
 
 @pytest.mark.parametrize("op", ["gather_linear", "linear_exchange", "gather_mlp_exchange"])

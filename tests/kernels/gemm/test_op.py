@@ -177,6 +177,14 @@ def test_bias_gradient_is_summed_in_fp32():
     assert activation_bwd(dy, dy, "relu", False, FP32)[1].item() == 4096
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_a_bias_gradient_in_the_inputs_dtype_copies_nothing(dtype):
+    """On a CPU the sum is the one in fp32, rounded once, without a copy of its input in fp32."""
+    dy = torch.randn(4096, 96).to(dtype)
+    db, held = common.peak(lambda: bias_grad(dy, dtype))
+    assert torch.equal(db, dy.float().sum(0).to(dtype)) and held < dy.numel()
+
+
 @ACTIVATION
 def test_autocast(activation):
     common.assert_autocast(ours(activation), oracle(activation), leaf(33, 64), leaf(50, 64), leaf(50), size=33 * 50)

@@ -9,6 +9,7 @@ from tests.kernels import common
 from tests.kernels.common import gradcheck, leaf, run
 from tests.kernels.interpreter_bytes import assert_declared
 from tpfuse.kernels import cross_entropy
+from tpfuse.kernels.losses import op as losses
 from tpfuse.kernels.losses.op import cross_entropy_bwd, cross_entropy_stats
 from tpfuse.kernels.losses.options import Loss, Rows
 from tpfuse.kernels.runtime.op import acc_dtype
@@ -127,6 +128,31 @@ def test_low_precision(dtype, options):
     ours = bind(cross_entropy, labels, **options)
     common.assert_accurate(ours, lambda x: oracle(x.to(acc_dtype(x)), labels, **options), leaf(20, 300), dtype=dtype)
     assert ours(leaf(20, 300, dtype=dtype)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows, vocab", [(1, 4099), (5, 4099), (64, 300)], ids=str)
+def test_blocks_of_rows_are_the_whole(monkeypatch, rows, vocab, dtype):
+    """On a CPU, to the bit."""
+    monkeypatch.setattr(losses, "BLOCK", 2 * 300)
+    logits, labels, loss = torch.randn(rows, vocab).to(dtype), labels_for(rows, vocab), Loss(vocab, label_smoothing=0.1)
+    stats = cross_entropy_stats.reference(logits, labels, loss)
+    of = Rows(labels, stats[:, 1].log() + stats[:, 0], torch.rand(rows))
+    assert torch.equal(cross_entropy_stats(logits, labels, loss), stats)
+    assert torch.equal(cross_entropy_bwd(logits, of, loss), cross_entropy_bwd.reference(logits, of, loss))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_copy_of_the_logits_in_memory(dtype):
+    """On a CPU forward holds a few blocks of rows at a time, and backward those and the gradient."""
+    rows, vocab = 1024, 8192
+    logits, labels, loss = torch.randn(rows, vocab).to(dtype), labels_for(rows, vocab), Loss(vocab)
+    block = losses.BLOCK * torch.get_num_threads() * 4
+    stats, ahead = common.peak(lambda: cross_entropy_stats(logits, labels, loss))
+    of = Rows(labels, stats[:, 1].log() + stats[:, 0], torch.rand(rows))
+    dlogits, back = common.peak(lambda: cross_entropy_bwd(logits, of, loss))
+    size = dlogits.numel() * dlogits.element_size()
+    assert ahead < 4 * block and back < size + 4 * block and 8 * block < 4 * logits.numel()
 
 
 def test_large_logits():

@@ -41,7 +41,11 @@ from .triton_gemm import linear_dgrad_act_launch, linear_dgrad_launch, linear_fw
 def column_sum(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     """[M, N] -> [N], summed in fp32 and rounded to ``dtype``; empty if that is None."""
     acc = acc_dtype(x)
-    return x.new_empty(0, dtype=acc) if dtype is None else in_dtype(x.sum(0, dtype=acc), dtype)
+    if dtype is None:
+        return x.new_empty(0, dtype=acc)
+    if dtype == x.dtype:
+        return x.sum(0)  # adds in fp32, too, and needs no copy of x in fp32
+    return in_dtype(x.sum(0, dtype=acc), dtype)
 
 
 def row_of_z(x: Tensor, columns: int, activation: str) -> tuple[int, ...]:

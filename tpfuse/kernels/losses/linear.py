@@ -34,12 +34,14 @@ from .linear_cost import bwd_add_cost, bwd_cost, stats_cost
 from .linear_triton import bwd_add_launch, bwd_launch, stats_launch, vocabulary_chunks
 from .op import (
     Reduction,
+    bwd_cpu,
     checked_rows,
     cross_entropy_bwd_ref,
     cross_entropy_stats,
     cross_entropy_stats_ref,
     merge_stats,
     row_losses,
+    stats_cpu,
 )
 from .options import IGNORE, Linear, Loss, Rows
 
@@ -92,7 +94,7 @@ def _chunks(layer: Linear, loss: Loss) -> Iterator[tuple[slice, Tensor, Loss]]:
 
 
 def _stats_cpu(layer: Linear, labels: Tensor, loss: Loss) -> Tensor:
-    return merge_stats(torch.stack([cross_entropy_stats_ref(z, labels, part) for _, z, part in _chunks(layer, loss)]))
+    return merge_stats(torch.stack([stats_cpu(z, labels, part) for _, z, part in _chunks(layer, loss)]))
 
 
 def _bwd_cpu(layer: Linear, rows: Rows, loss: Loss, fixed: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,7 +113,7 @@ def _bwd_by(layer: Linear, rows: Rows, loss: Loss, wgrad: Callable[[Tensor, slic
     dx = torch.zeros_like(x, dtype=acc_dtype(x))
     db = dx.new_empty(0 if b is None else len(w))
     for tokens, z, part in _chunks(layer, loss):
-        dz = cross_entropy_bwd_ref(z, rows, part)
+        dz = bwd_cpu(z, rows, part)
         dx += matmul.mm(dz, w[tokens])
         wgrad(dz, tokens)
         if b is not None:

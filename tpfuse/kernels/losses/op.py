@@ -50,8 +50,36 @@ def cross_entropy_bwd_ref(logits: Tensor, rows: Rows, loss: Loss) -> Tensor:
     return dx.to(logits.dtype)
 
 
-cross_entropy_stats = op(cross_entropy_stats_ref, kind=ELEMENTWISE, launch=stats_launch)
-cross_entropy_bwd = op(cross_entropy_bwd_ref, kind=ELEMENTWISE, launch=bwd_launch)
+# ---- CPU: blocks of rows, whose temporaries stay in the cache ----
+
+BLOCK = 1 << 18  # logits a thread
+
+
+def _row_blocks(rows: int, columns: int) -> int:
+    """Returns the number of blocks; each has two rows at least, since torch divides the sum of a single row among
+    threads."""
+    logits = BLOCK * torch.get_num_threads()
+    return max(min(-(-rows * columns // logits), rows // 2), 1)
+
+
+def stats_cpu(logits: Tensor, labels: Tensor, loss: Loss) -> Tensor:
+    """Returns :func:`cross_entropy_stats_ref`."""
+    count = _row_blocks(*logits.shape)
+    blocks = zip(logits.tensor_split(count), labels.tensor_split(count), strict=True)
+    return torch.cat([cross_entropy_stats_ref(z, of, loss) for z, of in blocks])
+
+
+def bwd_cpu(logits: Tensor, rows: Rows, loss: Loss) -> Tensor:
+    """Returns :func:`cross_entropy_bwd_ref`."""
+    dlogits, count = torch.empty_like(logits), _row_blocks(*logits.shape)
+    blocks = (t.tensor_split(count) for t in (dlogits, logits, *rows))
+    for dz, z, *of in zip(*blocks, strict=True):
+        dz.copy_(cross_entropy_bwd_ref(z, Rows(*of), loss))
+    return dlogits
+
+
+cross_entropy_stats = op(cross_entropy_stats_ref, kind=ELEMENTWISE, launch=stats_launch, cpu=stats_cpu)
+cross_entropy_bwd = op(cross_entropy_bwd_ref, kind=ELEMENTWISE, launch=bwd_launch, cpu=bwd_cpu)
 
 
 # ---- by leaves of the vocabulary, copied: a CPU's loops round a tensor's last elements in another way, and in a GPU's
