@@ -28,10 +28,12 @@ def made(world, dp, config=CONFIG):
 # ---- what it computes and holds ----
 
 
-def trained(world, dp, wrap):
+def trained(world, dp, wrap, backend=None):
     """-> full gradients of two micro-batches of three samples, each replica a sample of its own twice."""
     model, mesh = made(world, dp, NO_DROPOUT)
-    replica = data_parallel(model.double(), mesh["dp"], bucket_cap_mb=0.001) if wrap else model.double()
+    compiled = model.double() if backend is None else torch.compile(model.double(), backend=backend)
+    options = {} if backend else dict(bucket_cap_mb=0.001)  # torch compiles for buckets of 1 MB and more
+    replica = data_parallel(compiled, mesh["dp"], **options) if wrap else compiled
     for _ in range(2):  # DDP makes its buckets anew after the first
         model.zero_grad()
         for micro in range(2):
@@ -50,6 +52,13 @@ def test_gradients_are_those_of_one_process(ranks, dp, tp):
     exact = ranks(1, trained, 1, False)[0]
     for found in ranks(dp * tp, trained, dp, True):
         assert len(found) > 4
+        assert_close(found, exact, torch.float64)
+
+
+@pytest.mark.slow
+def test_gradients_of_a_compiled_model(ranks):
+    exact = ranks(1, trained, 1, False)[0]
+    for found in ranks(4, trained, 2, True, "aot_eager"):
         assert_close(found, exact, torch.float64)
 
 
