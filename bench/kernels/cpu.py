@@ -1,5 +1,6 @@
-"""The CPU implementations that are not plain references, against ATen's: attention of many lengths, swiglu, and the
-products of a GEMM, forward and backward.  ATen's swiglu has gate and up in tensors of their own.
+"""The CPU implementations that are not plain references, against ATen's: attention of many lengths, swiglu, the loss of
+stored logits, and the products of a GEMM, forward and backward.  ATen's swiglu has gate and up in tensors of their own,
+and its loss takes logits of 16 bits as fp32, as models of transformers do.
 
 python -m bench.kernels.cpu                      one thread, bf16 and fp32, interleaved; median
                                                  and quartiles of the ratio of neighbouring runs
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 
 from bench import documents
 from bench._parser import parser_of
+from tpfuse.kernels import cross_entropy
 from tpfuse.kernels.attn import torch_cpu
 from tpfuse.kernels.attn.cpu import bwd_cpu, fwd_cpu
 from tpfuse.kernels.attn.options import Options
@@ -26,6 +28,7 @@ from tpfuse.kernels.runtime.processor import multiplies
 
 aten = torch.ops.aten
 S, B, D, H, E, FFN = 512, 4, 768, 6, 64, 1536  # a rank's share of width 768, 12 heads, at R = 2
+ROWS, VOCAB = 512, 49152
 Call = Callable[[], tuple[torch.Tensor, ...]]
 Pair = tuple[Call, Call, bool]  # tpfuse's implementation, ATen's, and whether tpfuse takes its own
 
@@ -87,6 +90,20 @@ def swiglu_pair(dtype: torch.dtype) -> Pair:
     return ours, aten_call, True
 
 
+def loss_pair(dtype: torch.dtype) -> Pair:
+    logits, labels = torch.randn(ROWS, VOCAB).to(dtype).requires_grad_(), torch.randint(VOCAB, (ROWS,))
+
+    def call_of(loss_of: Callable[[], torch.Tensor]) -> Call:
+        def call() -> tuple[torch.Tensor, ...]:
+            loss = loss_of()
+            return loss, *torch.autograd.grad(loss, logits)
+
+        return call
+
+    ours = lambda: cross_entropy(logits, labels, reduction="sum")
+    return call_of(ours), call_of(lambda: F.cross_entropy(logits.float(), labels, reduction="sum")), True
+
+
 PAIRS: dict[str, Callable[[torch.dtype], Pair | None]] = {
     **{
         f"attention{', causal' * causal}, {seq} positions": functools.partial(attention_pair, seq=seq, causal=causal)
@@ -94,6 +111,7 @@ PAIRS: dict[str, Callable[[torch.dtype], Pair | None]] = {
         for seq in (64, 128, 256, 512, 1024, 2048)
     },
     "swiglu, value computed again in backward": swiglu_pair,
+    f"loss of {ROWS} x {VOCAB} logits": loss_pair,
     **{
         f"attention, key mask, {seq} positions": functools.partial(attention_pair, seq=seq, causal=False, masked=True)
         for seq in (128, 512)

@@ -32,7 +32,7 @@ def cross_entropy_stats_ref(logits: Tensor, labels: Tensor, loss: Loss) -> Tenso
     top = x.amax(-1).clamp(min=torch.finfo(x.dtype).min)  # columns may all be -inf: then exp(x - top) is 0, not NaN
     inside = (labels >= first_token) & (labels < first_token + x.shape[1])
     target = x.gather(1, torch.where(inside, labels - first_token, 0)[:, None])[:, 0]
-    total = torch.exp(x - top[:, None]).sum(-1)
+    total = (x - top[:, None]).exp_().sum(-1)
     sums = x.sum(-1) if loss.label_smoothing > 0 else torch.zeros_like(top)
     return torch.stack([top, total, torch.where(inside, target, 0), sums], -1)
 
@@ -42,8 +42,12 @@ def cross_entropy_bwd_ref(logits: Tensor, rows: Rows, loss: Loss) -> Tensor:
     labels, lse, dloss = rows
     x, first_token = logits.to(acc_dtype(logits)), loss.first_token
     row = torch.where(labels == loss.ignore_index, 0, dloss)[:, None]
-    softmax_scale, uniform = 1 + 2 * loss.z_loss * lse[:, None], loss.label_smoothing / loss.vocab_size
-    dx = torch.exp(x - lse[:, None]).mul_(softmax_scale).sub_(uniform).mul_(row)
+    dx = (x - lse[:, None]).exp_()
+    if loss.z_loss > 0:
+        dx *= 1 + 2 * loss.z_loss * lse[:, None]
+    if loss.label_smoothing > 0:
+        dx -= loss.label_smoothing / loss.vocab_size
+    dx *= row
     inside = (labels >= first_token) & (labels < first_token + x.shape[1])
     local = torch.where(inside, labels - first_token, 0)[:, None]
     dx.scatter_add_(1, local, torch.where(inside[:, None], row, 0).mul(loss.label_smoothing - 1))
