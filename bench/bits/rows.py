@@ -11,7 +11,7 @@ from bench.bits.kinds import LAYOUTS, MakeKind
 from tpfuse import TensorParallel
 from tpfuse.models import GPT
 from tpfuse.tools.bits.command import random_batches
-from tpfuse.tools.bits.layouts import COLUMNS, Layout, LayoutBits, compare
+from tpfuse.tools.bits.layouts import COLUMNS, Layout, LayoutBits, compare, first_ranks
 from tpfuse.tools.ledger.text import table
 from tpfuse.tools.options import DTYPES
 
@@ -54,7 +54,7 @@ def _numbers(x: LayoutBits, tokens: dict[Layout, torch.Tensor]) -> tuple[dict[st
 
 def _tokens(make: MakeKind) -> dict[Layout, torch.Tensor]:
     """Returns greedy continuations at the layouts that this rank is in, and of one process; encoders have none."""
-    groups = {n: dist.new_group(list(range(n))) for n in (2, 4)}
+    groups = {n: first_ranks(n) for n in (2, 4)}
     tokens = {}
     for layout in (Layout(1), *LAYOUTS):
         if layout.size == 1 or dist.get_rank() < layout.size:

@@ -316,7 +316,9 @@ def refusals(world):
     half, compiled, late = staged().to(torch.bfloat16), staged(), staged()
     main = MainGrad(half, mesh["dp"])
     compiled.compile()
-    later = train(late)
+    later, flying = train(late), staged()
+    in_flight = train(flying)
+    in_flight.step(ids, labels=labels)
     late.compile()
     filling = fill(simulate(order("1f1b", 2, 4), 1.0, 1.0, 1.0), [])
     tries = {
@@ -330,9 +332,11 @@ def refusals(world):
         "measure": lambda: pipeline.measure(ids, labels=labels),
         "fill": lambda: pipeline.fill(filling),
         "labels": lambda: pipeline.step(ids),
+        "in flight": lambda: train(flying),
     }
     found = {key: said(attempt) for key, attempt in tries.items()}
     main.zero()
+    in_flight.drain()
     return found
 
 
@@ -347,6 +351,7 @@ WORDS = {
     "measure": "measure is of bubbles, and without a flush there are none",
     "fill": "fill is of bubbles, and without a flush there are none",
     "labels": "needs labels, on every rank",
+    "in flight": "2bw: gradients of this model wait in a DelayedPipeline; call its drain() before",
 }
 
 

@@ -49,3 +49,18 @@ def test_beside_main_grad_is_refused():
     with pytest.raises(ValueError, match="use it without a MainGrad"):
         DelayedGradients(model)
     main.zero()
+
+
+def test_gradients_that_wait_are_not_lost_to_a_second_one():
+    """One that has none to lose may be made anew, as by a notebook's cell that runs again."""
+    model = made(GPT2)
+    DelayedGradients(model)
+    delayed = DelayedGradients(model)
+    ids, labels = next(batches(1))
+    loss = model(ids, labels=labels).loss
+    loss.backward()
+    delayed.swap(loss)
+    with pytest.raises(ValueError, match="wait in a DelayedGradients; call its drain"):
+        DelayedGradients(model)
+    assert torch.equal(delayed.drain(), loss)
+    DelayedGradients(model)

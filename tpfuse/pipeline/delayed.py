@@ -63,7 +63,11 @@ class DelayedPipeline(Pipeline):
         self._halves: dict[int, BatchInFlight] = {}  # of the runtime's numbers of micro-batches
         self._batches = 0
         self._running: BatchInFlight | None = None
-        register(model, self)
+        register(f"pipeline {order_.schedule}", model, self)
+
+    @property
+    def waits(self) -> bool:
+        return self._flight is not None or self._pending is not None
 
     def step(self, input_ids: Tensor | None = None, **arguments: Any) -> Tensor | None:  # type: ignore[override]
         """Runs a batch's passes on the weights as they are, but for the last ones, which the next step runs on the same

@@ -12,6 +12,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from ..kernels.runtime.errors import check
+
 
 class Pending(NamedTuple):
     """The loss of a batch, and its complete gradients by parameter, which no optimizer has seen."""
@@ -29,6 +31,10 @@ class Pending(NamedTuple):
 class Delay(Protocol):
     """What delays the gradients of a model by one step."""
 
+    @property
+    def waits(self) -> bool:
+        """Whether there are gradients that no optimizer has seen."""
+
     def finish(self) -> Pending | None:
         """Completes the gradients that wait, and keeps them waiting; None where there are none."""
 
@@ -39,8 +45,13 @@ class Delay(Protocol):
 _delays: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Delay]]" = weakref.WeakKeyDictionary()
 
 
-def register(model: nn.Module, delay: Delay) -> None:
-    """Makes ``delay`` that of a model, for as long as it lives."""
+def register(name: str, model: nn.Module, delay: Delay) -> None:
+    """Makes ``delay``, of the public class or call ``name``, that of a model, for as long as it lives.
+
+    ValueError where gradients wait in the one before."""
+    earlier = delay_of(model)
+    waits = earlier is not None and earlier.waits
+    check(not waits, f"{name}: gradients of this model wait in a {type(earlier).__name__}; call its drain() before")
     _delays[model] = weakref.ref(delay)
 
 

@@ -21,14 +21,18 @@ class DelayedGradients:
             optimizer.zero_grad()
 
     save_checkpoint and load_checkpoint keep the gradient that waits, also from and to pipeline stages under "2bw".
-    ValueError under a MainGrad.
+    ValueError under a MainGrad, and where gradients of the model wait in another DelayedGradients, or in a pipeline.
     """
 
     def __init__(self, model: nn.Module):
         refuse(model.parameters(), _MAIN_GRAD)
         self._model = unwrap(model)
         self._pending: Pending | None = None
-        register(self._model, self)
+        register("DelayedGradients", self._model, self)
+
+    @property
+    def waits(self) -> bool:
+        return self._pending is not None
 
     def swap(self, loss: Tensor) -> Tensor | None:
         """Exchanges a batch's gradients and ``loss`` for those of the batch before, whose loss it returns.

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.bitwise.training import KINDS, SMALL_KINDS
 from tpfuse.sequence_parallel.forms import leafwise
@@ -33,6 +34,20 @@ def test_layouts(ranks):
         assert all(equal == count > 0 for equal, count in row.counts().values()) and not row.skipped
         assert row.counts()["loss"] == (2, 2) and sum(n for _, n in row.counts().values()) == len(row.rows)
     assert set(bits[0].counts()) == set(COLUMNS)
+
+
+def _new_groups(world, make):
+    counts = []
+    for _ in range(2):
+        _compared(world, make, [Layout(2)], 8, 1)
+        counts.append(dist.get_pg_count())
+    return counts
+
+
+def test_groups_are_made_once(ranks):
+    """A group keeps threads, and a bench compares hundreds of models in one process."""
+    (first, second), _ = ranks(2, _new_groups, MakeModel(KINDS["gpt2"], None, torch.float32, "fastest"))
+    assert first == second
 
 
 @pytest.mark.slow

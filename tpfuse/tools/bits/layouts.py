@@ -1,5 +1,6 @@
 """Steps of training at several layouts of tensor-parallel ranks, each compared with one process."""
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -85,6 +86,22 @@ class Bits(list[LayoutBits]):
         return "\n".join([*lines, "the same bits at every layout" if self.same else "bits differ"])
 
 
+_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]]" = weakref.WeakKeyDictionary()
+
+
+def first_ranks(size: int) -> dist.ProcessGroup:
+    """Returns the group of so many first ranks, made once, since a group keeps its threads.
+
+    Every rank of the default group calls it; those that are not in it get torch's mark of that.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    groups = _groups.setdefault(world, {})
+    if size not in groups:
+        groups[size] = dist.new_group(list(range(size)))
+    return groups[size]
+
+
 def compare(make: Make, batches: Sequence[Batch], layouts: Sequence[Layout], bitwise: int | None) -> Bits:
     """Trains a step a batch at each layout and in one process, and compares all tensors.
 
@@ -92,7 +109,7 @@ def compare(make: Make, batches: Sequence[Batch], layouts: Sequence[Layout], bit
     the others those of the layouts that they are in.  ValueError, on the ranks of a layout, where the model has none.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    groups = {size: dist.new_group(list(range(size))) for size in sorted({x.size for x in layouts if x.size > 1})}
+    groups = {size: first_ranks(size) for size in sorted({x.size for x in layouts if x.size > 1})}
     one = train(make(TensorParallel(bitwise=bitwise)), batches, TensorParallel(bitwise=bitwise))
     result = Bits()
     for layout in layouts:
