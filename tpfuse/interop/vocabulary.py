@@ -45,6 +45,8 @@ def whole_parameter(name: str) -> property:
     """
 
     def get(layer: Any) -> Tensor | None:
+        if name not in layer._parameters:  # torch is about to compute it from another one
+            raise AttributeError(name)
         if layer.shard(name) is None and name == "weight":
             layer = layer.embedding[0]  # a tied head's
         p = layer.shard(name)

@@ -90,8 +90,11 @@ class ParallelModule(nn.Module):
         return max((tp for *_, tp in named_specs(self)), key=lambda tp: tp.size, default=self.tp)
 
     def shard(self, name: str) -> Any:
-        """Returns this rank's part of a parameter; a derived class may show the whole under the parameter's name."""
-        return self._parameters[name]
+        """Returns this rank's part of a parameter; a derived class may show the whole under the parameter's name.
+
+        Of one that torch has parametrized, or pruned, what is computed of it.
+        """
+        return self._parameters[name] if name in self._parameters else getattr(self, name)
 
     def add_parameter(
         self,

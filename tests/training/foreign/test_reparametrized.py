@@ -1,14 +1,25 @@
 """weight_norm, spectral_norm, orthogonal and prune need the whole of a weight: refused where it is split."""
 
+import copy
 import warnings
 
 import pytest
 import torch
 from torch.nn.utils import parametrizations, parametrize, prune
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.common import assert_equal, make_tp
 from tests.training.foreign.common import Double
-from tpfuse.layers import ColumnParallelLinear, RMSNorm, RowParallelLinear
+from tpfuse import parallelize
+from tpfuse.kernels import Routing
+from tpfuse.layers import (
+    ColumnParallelLinear,
+    ParallelMoE,
+    RMSNorm,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -42,6 +53,68 @@ def refused(world):
 
 def test_a_split_weight_is_refused(ranks):
     assert all(ranks(2, refused))
+
+
+LAYERS = {
+    "embedding": lambda tp: (VocabParallelEmbedding(10, 8, tp=tp), ["weight"]),
+    "head": lambda tp: (VocabParallelHead(8, 10, bias=True, tp=tp), ["weight", "bias"]),
+    "experts": lambda tp: (
+        ParallelMoE(8, 6, 4, Routing(2), shared_size=4, shared_gate=True, tp=tp),
+        ["router", "fc1", "fc2", "shared_fc1", "shared_fc2", "shared_gate"],
+    ),
+    "linear": lambda tp: (ColumnParallelLinear(8, 4, tp=tp), ["weight", "bias"]),
+}
+
+
+def doubled(world, name, parametrized):
+    """-> a layer's results and gradients, of parameters that are doubled, or parametrized so."""
+    layer, names = LAYERS[name](make_tp(world, False))
+    layer.double()
+    x = (
+        torch.arange(6)
+        if name == "embedding"
+        else torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).double()
+    )
+    for leaf in names:
+        if parametrized:
+            parametrize.register_parametrization(layer, leaf, Double())
+        else:
+            layer.get_parameter(leaf).data.mul_(2)
+    y = layer(x)
+    y.square().sum().backward()
+    inner = [
+        getattr(layer.parametrizations, leaf).original if parametrized else layer.get_parameter(leaf) for leaf in names
+    ]
+    return {"y": y.detach()} | {leaf: p.grad / (1 + parametrized) for leaf, p in zip(names, inner, strict=True)}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_layer_computes_with_its_parametrized_weights(ranks, name):
+    for found, exact in zip(ranks(2, doubled, name, True), ranks(2, doubled, name, False), strict=True):
+        assert_equal(found, exact)
+
+
+def tables(world):
+    """-> the loss of a model of transformers whose two tables are doubled, if torch's parametrizations can be had."""
+    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=10)
+    torch.manual_seed(0)
+    model, ids = LlamaForCausalLM(config), torch.arange(8)[None]
+    doubled = copy.deepcopy(model)
+    parallelize(model, make_tp(world, False))
+    for layer, plain in zip(*([m.get_input_embeddings(), m.get_output_embeddings()] for m in (model, doubled))):
+        if world.size == 1:
+            parametrize.register_parametrization(layer, "weight", Double())
+            plain.weight.data.mul_(2)
+            continue
+        with pytest.raises(ValueError, match="register_parametrization: weight of .* shows the whole table"):
+            parametrize.register_parametrization(layer, "weight", Double())
+    return model(ids, labels=ids).loss.item(), doubled(ids, labels=ids).loss.item()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_tables_that_show_the_whole(ranks, size):
+    for found, exact in ranks(size, tables):
+        assert abs(found - exact) < 1e-6
 
 
 def pair(layer):

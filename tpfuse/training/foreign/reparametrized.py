@@ -23,6 +23,7 @@ def register(original: Original, module: nn.Module, tensor_name: str, parametriz
     function = _OF_THE_WHOLE.get(type(parametrization).__name__)
     if function is not None:
         _check(function, module, tensor_name)
+    _check_stored("register_parametrization", module, tensor_name)
     return original(module, tensor_name, parametrization, **options)
 
 
@@ -33,6 +34,7 @@ def _refusing(parameters: Callable[..., tuple[str, Named]]) -> Callable[..., Any
         function, named = parameters(*args, **options)
         for module, name in named:
             _check(function, module, name)
+            _check_stored(function, module, name)
         return original(*args, **options)
 
     return around
@@ -53,3 +55,14 @@ def _check(function: str, module: nn.Module, name: str) -> None:
             f"{function}: {name} of {type(module).__name__} is split over {module.tp.size} ranks, and {function} needs"
             " the whole; use it at tensor-parallel size 1, or on a replicated parameter"
         )
+
+
+def _check_stored(function: str, module: nn.Module, name: str) -> None:
+    """Raises ValueError where a split parameter shows the whole under its name, which torch would replace."""
+    if isinstance(module, ParallelModule) and name in module._parameters and name in module.specs:
+        shows = isinstance(getattr(type(module), name, None), property)
+        if shows and is_split(module.specs[name], module.tp):
+            raise ValueError(
+                f"{function}: {name} of {type(module).__name__} shows the whole table of which this rank has its rows,"
+                " and cannot be computed from another parameter"
+            )
