@@ -27,7 +27,19 @@ from ..runtime.errors import check_rows
 from ..runtime.function import Function, once_differentiable
 from ..runtime.leaves import tree
 from ..runtime.main_grad import mains, wanted
-from ..runtime.op import ELEMENTWISE, GEMM, acc_dtype, as_rows, autocast, dtype_of, in_dtype, launched, op
+from ..runtime.op import (
+    ELEMENTWISE,
+    GEMM,
+    acc_dtype,
+    as_rows,
+    autocast,
+    dtype_of,
+    has_numbers,
+    in_dtype,
+    launched,
+    op,
+    row_blocks,
+)
 from ..runtime.tiles import check_alike, check_tiles_device, in_tiles
 from . import cost
 from .activation import ACTIVATIONS, GATED, PLAIN, width
@@ -45,7 +57,12 @@ def column_sum(x: Tensor, dtype: torch.dtype | None) -> Tensor:
         return x.new_empty(0, dtype=acc)
     if dtype == x.dtype:
         return x.sum(0)  # adds in fp32, too, and needs no copy of x in fp32
-    return in_dtype(x.sum(0, dtype=acc), dtype)
+    if not x.is_cpu or not has_numbers(x):
+        return in_dtype(x.sum(0, dtype=acc), dtype)
+    total = x.new_zeros(x.shape[1], dtype=acc)
+    for i, j in row_blocks(*x.shape):
+        total += x[i:j].sum(0, dtype=acc)
+    return in_dtype(total, dtype)
 
 
 def row_of_z(x: Tensor, columns: int, activation: str) -> tuple[int, ...]:

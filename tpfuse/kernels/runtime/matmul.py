@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from .op import has_numbers
 from .processor import SUPPORTED, multiplies
 
 BLOCK = 1 << 22  # elements of an operand that are widened at a time, 16 MiB in fp32
@@ -63,7 +63,7 @@ def operands(*tensors: Tensor) -> tuple[Tensor, ...]:
 def _widened(x: Tensor, *factors: Tensor) -> bool:
     """Returns whether products of these are made in fp32: never of several dtypes, which torch refuses, of tensors that
     hold no numbers, whose memory is counted as that of any processor, nor in a graph that is compiled."""
-    if x.dtype not in SUPPORTED or not x.is_cpu or torch.compiler.is_compiling() or isinstance(x, FakeTensor):
+    if x.dtype not in SUPPORTED or not x.is_cpu or not has_numbers(x):
         return False
     return all(factor.dtype == x.dtype for factor in factors) and not multiplies(x.dtype)
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import _C, Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..._version import __version__
 from ..replay import UNKNOWN, Replayed, active_recorder, eager, on_cpu, read
@@ -278,6 +279,11 @@ def launched(x: Tensor) -> bool:
 def acc_dtype(x: Tensor) -> torch.dtype:
     """Returns the dtype of sums and statistics of x: fp32, or fp64 for fp64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def has_numbers(x: Tensor) -> bool:
+    """Returns False for a fake tensor, and in a graph that is compiled, where sizes may be symbols."""
+    return not (torch.compiler.is_compiling() or isinstance(x, FakeTensor))
 
 
 def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .op import launched
+from .op import has_numbers, launched
 
 _ALIGNED = 64  # bytes, of a cache line and of the widest vector
 _TRIED = 4096  # sets of shapes that are remembered
@@ -60,7 +59,7 @@ class Shortcut:
         x: Tensor = args[0]
         if launched(x):
             return self.kernel(*args)
-        if torch.compiler.is_compiling() or isinstance(x, FakeTensor):  # nothing can be tried
+        if not has_numbers(x):  # nothing can be tried
             return self.definition(*args)
         agree = self._agree(tuple(map(_layout, args)), torch.get_num_threads())
         return (self.quick if agree else self.definition)(*args)
