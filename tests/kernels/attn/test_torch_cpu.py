@@ -42,7 +42,6 @@ def test_nothing_else_may_be_asked_for(name):
         (768, True, torch.float32, True),
         (512, False, torch.float32, True),
         (0, False, torch.float32, False),
-        (64, True, torch.bfloat16, False),
         (64, True, torch.float64, False),
     ],
 )
@@ -60,6 +59,60 @@ def test_small_blocks_by_instructions(monkeypatch, instructions, taken):
     monkeypatch.setattr(torch_cpu, "instructions", lambda: instructions)
     qkv, _, options = problem(1, 512, 1, 1, 4, causal=True)
     assert torch_cpu.is_plain(qkv, options) is taken
+
+
+PROCESSORS = {"avx2": ("AVX2",), "avx512": ("AVX512",), "amx": ("AVX512", "avx512_bf16", "avx512_fp16", "amx_bf16")}
+
+
+@pytest.mark.parametrize(
+    "processor, dtype, seq, forward, backward",
+    [
+        ("avx2", torch.bfloat16, 512, False, False),
+        ("avx512", torch.bfloat16, 64, True, False),
+        ("avx512", torch.bfloat16, 512, True, False),
+        ("avx512", torch.float16, 512, False, False),
+        ("amx", torch.bfloat16, 191, True, False),
+        ("amx", torch.bfloat16, 192, True, True),
+        ("amx", torch.float16, 512, True, False),
+    ],
+)
+def test_forward_and_backward_of_16_bits(monkeypatch, processor, dtype, seq, forward, backward):
+    """Forward wherever oneDNN multiplies the dtype, backward of long sequences with AMX."""
+    names = {torch.bfloat16: "AVX512", torch.float16: "avx512_fp16"}
+    monkeypatch.setattr(torch_cpu, "instructions", lambda: PROCESSORS[processor])
+    monkeypatch.setattr(torch_cpu, "multiplies", lambda dtype: names[dtype] in PROCESSORS[processor])
+    qkv, _, options = problem(1, seq, 1, 1, 4, causal=True, dtype=dtype)
+    taken = torch_cpu.is_plain(qkv, options), torch_cpu.is_plain(qkv, options, backward=True)
+    assert taken == (forward, backward)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward alone", "both"])
+@pytest.mark.parametrize(
+    "shape, options",
+    [
+        ((3, 33, 2, 3, 10), dict(causal=True, cos=COS, sin=SIN)),
+        ((2, 200, 2, 1, 64), dict(causal=True)),
+        ((1, 800, 1, 2, 16), dict(causal=False)),
+        ((3, 40, 2, 2, 8), dict(causal=False, key_mask=MASK)),
+    ],
+    ids=["rotary", "long", "longer", "key mask"],
+)
+def test_values_of_16_bits(monkeypatch, shape, options, backward, dtype):
+    """As near to fp64 as cpu.py's, on any processor, also where backward is cpu.py's."""
+    qkv, do, options = problem(*shape, padding=3, dtype=dtype, **options)
+    qkv[-3:], do[-3:] = 0, 0
+    exact = options._replace(**{name: t.double() for name, t in zip(("cos", "sin"), options[3:5]) if t is not None})
+    o64, lse64 = attention_fwd.reference(qkv.double(), exact)
+    dqkv64 = attention_bwd.reference(do.double(), qkv.double(), o64, lse64, exact)
+    errors = []
+    for forward, is_flash in ((False, False), (True, backward)):
+        monkeypatch.setattr(torch_cpu, "_is_faster", lambda dtype, options, of_bwd: is_flash if of_bwd else forward)  # noqa: B023
+        o, lse = attention_fwd(qkv, options)
+        errors.append((error(o, o64), error(attention_bwd(do, qkv, o, lse, options), dqkv64)))
+        torch.testing.assert_close(lse.double(), lse64, rtol=1e-3, atol=1e-2)
+    (own_o, own_dqkv), (o, dqkv) = errors
+    assert o <= 1.5 * own_o and dqkv <= 2 * own_dqkv, errors
 
 
 @pytest.mark.parametrize(

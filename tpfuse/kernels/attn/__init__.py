@@ -7,7 +7,7 @@ op               equations, autograd, attention()
 options          its arguments as one record
 reference        the definition in plain torch
 tiles            on CPUs, in tiles of fixed shapes: a query has the same bits in training and behind a cache
-torch_cpu        torch's flash attention on a CPU, of plain fp32 calls
+torch_cpu        torch's flash attention on a CPU, of plain calls
 torch_forward    torch's flash attention as forward, where it computes what is asked for
 triton_backward  Triton: dk and dv in two forms, then dq
 triton_forward   Triton: forward in two forms, and q and k rotated ahead

@@ -85,7 +85,9 @@ def _fwd_cpu(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
 
 
 def _bwd_cpu(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, options: Options) -> Tensor:
-    return (torch_cpu.flash_bwd if torch_cpu.is_plain(qkv, options) else bwd_cpu)(do, qkv, o, lse, options)
+    return (torch_cpu.flash_bwd if torch_cpu.is_plain(qkv, options, backward=True) else bwd_cpu)(
+        do, qkv, o, lse, options
+    )
 
 
 def _of_queries_fwd_cpu(q: Tensor, chunk: QueryChunk, options: Options) -> tuple[Tensor, Tensor]:

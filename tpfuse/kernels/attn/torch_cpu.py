@@ -1,4 +1,4 @@
-"""torch's flash attention on a CPU, forward and backward: the path of plain fp32 calls where it is faster.
+"""torch's flash attention on a CPU, forward and backward: the path of plain calls where it is faster.
 
 It computes what ``scale``, rotary positions, and ``causal`` or ``key_mask`` ask for.  Whatever else is asked for is
 computed by cpu.py, also bits that depend on nothing beside a head (``leaves``), a query (``tile``) or a chunk of
@@ -8,25 +8,37 @@ queries: torch chooses its blocks by the number of positions.  ``python -m bench
 import torch
 from torch import Tensor
 
-from ..runtime.processor import instructions
+from ..runtime.processor import SUPPORTED, instructions, multiplies
 from .options import INF, Options
 from .reference import rotate_both
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-# Positions that torch divides into blocks of 64 rows, and instructions with which cpu.py's of 128 are faster under a
-# causal mask.
+# Positions that torch divides into blocks of 64 rows, and instructions with which cpu.py's of 128 are faster in fp32
+# under a causal mask.
 SMALL_BLOCKS = range(257, 768)
 SLOW_SMALL_BLOCKS = ("AVX2",), ("AVX512", "avx512_bf16")
+# Positions from which on they are of 64 rows, and no longer of 32, and instructions with which backward in bf16 is
+# faster then.
+FEWEST_ROWS = 192
+FAST_BACKWARD = "amx_bf16"
 
 
-def is_plain(qkv: Tensor, options: Options) -> bool:
-    """Returns whether a call, forward and backward, is torch's."""
+def is_plain(qkv: Tensor, options: Options, *, backward: bool = False) -> bool:
+    """Returns whether a call is torch's: the forward one, or with ``backward`` the one behind it."""
     features = options.cu_seqlens, options.bias, options.rng, options.window, options.softcap
     plain = all(option is None for option in features) and not (options.leaves or options.tile)
     plain = plain and not (options.causal and options.key_mask is not None)
-    slower = options.causal and options.seq in SMALL_BLOCKS and instructions() in SLOW_SMALL_BLOCKS
-    return plain and not slower and options.seq > 0 and options.batch > 0 and qkv.dtype == torch.float32
+    return plain and options.seq > 0 and options.batch > 0 and _is_faster(qkv.dtype, options, backward)
+
+
+def _is_faster(dtype: torch.dtype, options: Options, backward: bool) -> bool:
+    if dtype == torch.float32:
+        return not (options.causal and options.seq in SMALL_BLOCKS and instructions() in SLOW_SMALL_BLOCKS)
+    if dtype not in SUPPORTED or not multiplies(dtype):
+        return False
+    long = options.seq >= FEWEST_ROWS and dtype == torch.bfloat16
+    return not backward or (long and FAST_BACKWARD in instructions())
 
 
 def _by_sample(rows: Tensor, qkv: Tensor, options: Options) -> Tensor:

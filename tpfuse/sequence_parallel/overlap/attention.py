@@ -62,8 +62,8 @@ class Tiles:
             self._next[tile] = stop
 
 
-def _by_tiles(qkv: Tensor, m: int, options: Options) -> bool:
-    return qkv.is_cpu and m % options.batch == 0 and not torch_cpu.is_plain(qkv, options)
+def _by_tiles(qkv: Tensor, m: int, options: Options, *, backward: bool = False) -> bool:
+    return qkv.is_cpu and m % options.batch == 0 and not torch_cpu.is_plain(qkv, options, backward=backward)
 
 
 def gather_attention_exchange_fwd_ref(
@@ -111,7 +111,8 @@ def gather_attention_exchange_bwd_by(
     rows_of_n = steps.gather_in_background(f"{label} (n)", n, group_name)
     flight.post_all()
     rows_of_n.post_all()
-    work = Backward(do.flatten(0, 1), qkv, o, options) if _by_tiles(qkv, m, options) else None
+    by_tiles = _by_tiles(qkv, m, options, backward=True)
+    work = Backward(do.flatten(0, 1), qkv, o, options) if by_tiles else None
     tiles = None if work is None else Tiles(work, m)
 
     def multiply(dy: Tensor, tile: int, rows: slice) -> None:
