@@ -107,7 +107,8 @@ def test_values_of_16_bits(monkeypatch, shape, options, backward, dtype):
     dqkv64 = attention_bwd.reference(do.double(), qkv.double(), o64, lse64, exact)
     errors = []
     for forward, is_flash in ((False, False), (True, backward)):
-        monkeypatch.setattr(torch_cpu, "_is_faster", lambda dtype, options, of_bwd: is_flash if of_bwd else forward)  # noqa: B023
+        choice = forward, is_flash
+        monkeypatch.setattr(torch_cpu, "_is_faster", lambda dtype, options, of_bwd: choice[of_bwd])  # noqa: B023
         o, lse = attention_fwd(qkv, options)
         errors.append((error(o, o64), error(attention_bwd(do, qkv, o, lse, options), dqkv64)))
         torch.testing.assert_close(lse.double(), lse64, rtol=1e-3, atol=1e-2)
