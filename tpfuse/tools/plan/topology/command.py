@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 
 from ...command import CommandParser, add_count, add_output, present
 from ...ledger.plots import figure, legend
-from ...ledger.text import table
+from ...ledger.text import progress, table
 from .bandwidth import all_reduce, all_to_all, bisection
 from .build import NETWORKS, hamming_mesh
 from .hamiltonian import hops_of, rings
 from .network import AOC, DAC
 
+LARGE = 10_000  # accelerators, beyond which a network takes seconds
 _COLOURS = "#4c72b0", "#dd8452", "#55a868"
 
 
@@ -69,7 +70,7 @@ class NetworkTable(NamedTuple):
 def compare(accelerators: int) -> NetworkTable:
     """Builds each network of NETWORKS that can have this many accelerators."""
     rows, left_out = {}, []
-    for name, build in NETWORKS.items():
+    for name, build in progress([*NETWORKS.items()], "topology: network", long=accelerators >= LARGE):
         try:
             network = build(accelerators)
         except ValueError as error:
