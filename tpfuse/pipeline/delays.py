@@ -48,7 +48,8 @@ _delays: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Delay]]" = weakref.We
 def register(name: str, model: nn.Module, delay: Delay) -> None:
     """Makes ``delay``, of the public class or call ``name``, that of a model, for as long as it lives.
 
-    ValueError where gradients wait in the one before."""
+    ValueError where gradients wait in the one before.
+    """
     earlier = delay_of(model)
     waits = earlier is not None and earlier.waits
     check(not waits, f"{name}: gradients of this model wait in a {type(earlier).__name__}; call its drain() before")

@@ -140,6 +140,7 @@ def test_blocks_of_rows_are_the_whole(monkeypatch, rows, vocab, dtype):
     of = Rows(labels, stats[:, 1].log() + stats[:, 0], torch.rand(rows))
     assert torch.equal(cross_entropy_stats(logits, labels, loss), stats)
     assert torch.equal(cross_entropy_bwd(logits, of, loss), cross_entropy_bwd.reference(logits, of, loss))
+    assert cross_entropy_bwd(logits.mT.contiguous().mT, of, loss).is_contiguous()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -75,7 +75,7 @@ def stats_cpu(logits: Tensor, labels: Tensor, loss: Loss) -> Tensor:
 
 def bwd_cpu(logits: Tensor, rows: Rows, loss: Loss) -> Tensor:
     """Returns :func:`cross_entropy_bwd_ref`."""
-    dlogits, count = torch.empty_like(logits), _row_blocks(*logits.shape)
+    dlogits, count = logits.new_empty(logits.shape), _row_blocks(*logits.shape)
     blocks = (t.tensor_split(count) for t in (dlogits, logits, *rows))
     for dz, z, *of in zip(*blocks, strict=True):
         dz.copy_(cross_entropy_bwd_ref(z, Rows(*of), loss))
