@@ -27,19 +27,7 @@ from ..runtime.errors import check_rows
 from ..runtime.function import Function, once_differentiable
 from ..runtime.leaves import tree
 from ..runtime.main_grad import mains, wanted
-from ..runtime.op import (
-    ELEMENTWISE,
-    GEMM,
-    acc_dtype,
-    as_rows,
-    autocast,
-    dtype_of,
-    has_numbers,
-    in_dtype,
-    launched,
-    op,
-    row_blocks,
-)
+from ..runtime.op import ELEMENTWISE, GEMM, acc_dtype, as_rows, autocast, dtype_of, has_numbers, in_dtype, launched, op
 from ..runtime.tiles import check_alike, check_tiles_device, in_tiles
 from . import cost
 from .activation import ACTIVATIONS, GATED, PLAIN, width
@@ -48,6 +36,9 @@ from .triton_activation import activation_bwd_cost, activation_bwd_launch, activ
 from .triton_gemm import linear_dgrad_act_launch, linear_dgrad_launch, linear_fwd_launch, linear_wgrad_launch
 
 # ---- reference ----
+
+
+SUMMED = 64  # rows that are widened at a time, however many columns: an element's order of summation is then the same
 
 
 def column_sum(x: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -60,8 +51,8 @@ def column_sum(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     if not x.is_cpu or not has_numbers(x):
         return in_dtype(x.sum(0, dtype=acc), dtype)
     total = x.new_zeros(x.shape[1], dtype=acc)
-    for i, j in row_blocks(*x.shape):
-        total += x[i:j].sum(0, dtype=acc)
+    for rows in x.split(SUMMED):
+        total += rows.sum(0, dtype=acc)
     return in_dtype(total, dtype)
 
 
