@@ -3,10 +3,10 @@
     python -m bench.models.train_step         blocks of GPT-2 and Llama, fp32 and bf16, attention dropout 0 and 0.1
     python -m bench.models.train_step --kind llama --dtype bf16 --rounds 40 --json bench/results/train_step.json
 
-All providers run in the same processes, on the same weights, batch and threads, one step each in turn, so that what
-slows the machine down slows all of them; a row gives the median of the *ratios* of neighbouring steps, and their
-quartiles.  Outputs are compared first, with dropout off.  "one process" is rank 0 alone with the whole model on as
-many threads as there are ranks.
+All providers run in the same processes, on the same weights, batch and threads, one step each in a round and in another
+order in each, so that what slows the machine down, or a provider leaves in memory, meets all of them; a row gives the
+median of the *ratios* of the steps of a round, and their quartiles.  Outputs are compared first, with dropout off.
+"one process" is rank 0 alone with the whole model on as many threads as there are ranks.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import ctypes
 import gc
 import itertools
 import json
+import random
 import statistics
 import sys
 import time
@@ -266,8 +267,9 @@ def run(args) -> list[dict]:
         error = compare(args, models, rank)
         saved = {name: kept_bytes(module, x) for name, (module, x, _) in models.items() if module is not None}
         times = {name: [] for name in models}
+        order = random.Random(0)  # the same on every rank
         for i in range(args.rounds + 2):
-            for name, (module, x, dy) in models.items():
+            for name, (module, x, dy) in order.sample([*models.items()], len(models)):
                 seconds = step(module, x, dy, args.tp if name == "one process" else 1)
                 if i >= 2:
                     times[name].append(seconds)
