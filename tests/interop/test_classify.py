@@ -55,6 +55,24 @@ def test_forward_gradients_and_files(ranks, tmp_path, name, per):
     assert_equal(again.state_dict(), model.state_dict())
 
 
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_the_config_is_followed_from_call_to_call(tmp_path, name):
+    """As transformers reads it: the problem of the labels, the token that is padding; and a save keeps it."""
+    theirs, call = make(name, "sequence"), batch("sequence", "right")
+    model = parallelize(make(name, "sequence"))
+    for module in theirs, model:
+        module.config.problem_type, module.config.pad_token_id = "multi_label_classification", 5
+        module.config.id2label = {i: f"kind {i}" for i in range(module.config.num_labels)}
+    call["labels"] = torch.nn.functional.one_hot(call["labels"], model.config.num_labels).double()
+    if name == "gpt2":
+        call["input_ids"] = call["input_ids"].masked_fill(call.pop("attention_mask") == 0, 5)
+    model.save_pretrained(tmp_path)  # before any call
+    assert torch.allclose(model(**call).loss, theirs(**call).loss)
+    again = type(theirs).from_pretrained(tmp_path, dtype=F64)
+    assert again.config.id2label == theirs.config.id2label and again.config.pad_token_id == 5
+    assert torch.allclose(again(**call).loss, theirs(**call).loss)
+
+
 def test_a_class_that_is_not_built():
     config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=9)
     with pytest.raises(

@@ -3,6 +3,7 @@
 import copy
 import gc
 import inspect
+import json
 import pickle
 import weakref
 
@@ -249,6 +250,26 @@ def test_what_it_saves_and_generates_is_transformers_own(ranks, tmp_path):
         assert_equal(dict(again.state_dict()), dict(theirs.state_dict()))
         if R == 4:
             assert all(n < 0.6 * theirs.num_parameters() for _, n in got)  # shards; 2 kv heads are held twice
+
+
+def saved_with_a_bad_config(world, folder):
+    model = parallelize(make("llama"), make_tp(world))
+    if world.rank == 1:
+        model.config.mine = {1, 2}
+    model.save_pretrained(folder)
+
+
+def test_config_json_is_the_modules_present_config(ranks, tmp_path):
+    model = parallelize(make("gpt2"))
+    model.config.pad_token_id, model.config.eos_token_id, model.config.mine = 5, 7, dict(key="x")
+    model.config.n_positions = 3  # which the weights decide
+    model.save_pretrained(tmp_path / "0")
+    config = json.loads((tmp_path / "0/config.json").read_text())
+    want = dict(pad_token_id=5, eos_token_id=7, mine=dict(key="x"), n_positions=make("gpt2").config.n_positions)
+    assert {key: config[key] for key in want} == want
+    with pytest.raises(ValueError, match="save_pretrained: the config of LlamaForCausalLM is no JSON"):
+        ranks(2, saved_with_a_bad_config, tmp_path / "1")
+    assert not (tmp_path / "1").exists()
 
 
 def test_the_generation_config_is_followed():

@@ -1,9 +1,7 @@
 """One line for a model of transformers: its blocks become ours, its forward and outputs stay its own."""
 
-import json
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -13,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from ..kernels.runtime.errors import check
-from ..kernels.runtime.rules import brief, listed
+from ..kernels.runtime.rules import listed
 from ..models.config.model import ModelConfig
 from ..models.files.names import FileOrigin
 from ..models.files.read import NamedTensors, load
@@ -24,7 +22,7 @@ from ..ranks.agreement import digest
 from ..ranks.messages import together
 from ..training.checkpoint.replicas import bits_of
 from ..training.dropped import drop
-from .parallelized import COUNTERPARTS, Counterpart, Parallelized, class_of
+from .parallelized import COUNTERPARTS, Counterpart, Parallelized, class_of, origin_of
 from .peft_model import adapter_of, before_peft, is_peft_model
 from .vocabulary import open_ends
 
@@ -97,17 +95,17 @@ def _parallel(
     parameters = before_peft(dict(module.named_parameters(remove_duplicate=False)))
     kinds = list(dict.fromkeys((p.dtype, p.device) for p in parameters.values()))
 
-    def examine() -> tuple[Callable[..., Model], Any, ModelConfig, str | None]:
-        counterpart, hf_config = _counterpart(module), _config_of(module)
+    def examine() -> tuple[Callable[..., Model], FileOrigin, ModelConfig, str | None]:
+        counterpart, origin = _counterpart(module), origin_of("parallelize", module)
         check(
             len(kinds) == 1,
             f"parallelize: parameters must have one dtype and one device, got {', '.join(map(str, kinds))}",
         )
-        config = counterpart.model.config_class.from_hf(hf_config)
+        config = counterpart.model.config_class.from_hf(origin.config)
         NamedTensors("parallelize", type(module).__name__, parameters).check_layers(config.num_layers)
-        return counterpart.constructor(module), hf_config, config, _recompute(module, recompute)
+        return counterpart.constructor(module), origin, config, _recompute(module, recompute)
 
-    constructor, hf_config, config, recompute = together(examine, (tp.call_group,))
+    constructor, origin, config, recompute = together(examine, (tp.call_group,))
     dtype, device = kinds[0]
     with torch.device("meta"):
         model = constructor(config, tp=tp, dp=dp, seed=seed, saving=saving, recompute=recompute)
@@ -121,8 +119,7 @@ def _parallel(
         tensors = NamedTensors("parallelize", type(module).__name__, before_peft(module.state_dict()))
         load(model.files, tensors, dtype, device)
     together(lambda: _freeze(model, parameters), (tp.call_group,))
-    name = Path(getattr(module, "name_or_path", "") or "")
-    model.origin = FileOrigin(name if name.is_dir() else None, hf_config)
+    model.origin = origin
     return model
 
 
@@ -180,14 +177,6 @@ def _recompute(module: nn.Module, recompute: str | None) -> str | None:
         f"parallelize: gradient checkpointing is enabled, got recompute={recompute!r} beside it",
     )
     return FULL
-
-
-def _config_of(module: Any) -> Any:
-    """Returns the contents of config.json, a dict; ValueError for a config that cannot be written."""
-    try:
-        return json.loads(module.config.to_json_string(use_diff=False))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"parallelize: the config of {type(module).__name__} is no JSON: {brief(error)}") from None
 
 
 def _freeze(model: Model, parameters: dict[str, nn.Parameter]) -> None:

@@ -1,6 +1,7 @@
 """The class that a module of transformers gets: its own, with tpfuse's forward, generate and files."""
 
 import functools
+import json
 import math
 import re
 import warnings
@@ -14,12 +15,14 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..kernels.runtime.errors import check
+from ..kernels.runtime.rules import brief
 from ..layers.hooks import served
 from ..layers.lora import adapted_layers, add_lora
 from ..layers.shards import named_specs
 from ..models import GPT, Bert, Classifier, head_options
 from ..models.families import FAMILIES, SEQUENCE, Family
 from ..models.files.disk import NewFiles
+from ..models.files.names import FileOrigin
 from ..models.files.read import NamedTensors, restore
 from ..models.files.write import save
 from ..models.generation.options import DEFAULTS, settled
@@ -164,6 +167,7 @@ class Parallelized(Vocabulary, nn.Module):
 
     def _forward(self, arguments: MutableMapping[str, Any], body: str | None = None) -> Any:
         """Runs a call; ``body``: the base class whose output comes, that below the head."""
+        self._follow_config()
         name = body or self.tpfuse_original.__name__
         return_dict, normalizer = arguments.pop("return_dict", None), arguments.pop("num_items_in_batch", None)
         head, classifier = (part is not None and not body for part in (self.parallel.head, self.parallel.classifier))
@@ -214,9 +218,6 @@ class Parallelized(Vocabulary, nn.Module):
         if isinstance(inputs.logits_to_keep, int) and inputs.logits_to_keep == 0:
             inputs = inputs._replace(logits_to_keep=None)
         documents, classifier = None, None if inputs.headless else self.parallel.classifier
-        if classifier is not None and classifier.classifier.per == SEQUENCE:  # trainers set it in the config later
-            pad = self.config.get_text_config().pad_token_id
-            classifier.classifier = replace(classifier.classifier, pad_token_id=pad)
         if by_positions and inputs.attention_mask is None:
             documents = Documents.of(inputs, shifts=self.parallel.head is not None)
         if documents is None:
@@ -227,6 +228,16 @@ class Parallelized(Vocabulary, nn.Module):
             " is that of a row; give documents padded, each a row with an attention_mask",
         )
         return documents.unpacked(self.parallel(**documents.packed()._asdict()))
+
+    def _follow_config(self) -> None:
+        """Gives a head per sequence what transformers reads of the config in each call: users and trainers set it
+        later."""
+        head = self.parallel.classifier
+        if head is not None and head.classifier.per == SEQUENCE:
+            config: dict[str, Any] = dict(problem_type=self.config.problem_type)
+            if isinstance(self.parallel, GPT):
+                config |= dict(pad_token_id=self.config.get_text_config().pad_token_id)
+            head.classifier = replace(head.classifier, **config)
 
     def _wants_states(self, arguments: MutableMapping[str, Any]) -> bool:
         """Takes output_hidden_states out of the arguments; its default is the config's."""
@@ -273,8 +284,10 @@ class Parallelized(Vocabulary, nn.Module):
     ) -> None:
         """Writes a directory that transformers loads; after add_adapter, one of the adapter alone that PEFT loads.
 
-        Every rank calls it, and one writes, whatever ``is_main_process`` and ``state_dict`` are.  ``max_shard_size``:
-        bytes, or "5GB".  NotImplementedError for a push to the hub, a variant, or another option that is not built.
+        config.json is the module's present config, but for what the weights decide.  Every rank calls it, and one
+        writes, whatever ``is_main_process`` and ``state_dict`` are.  ``max_shard_size``: bytes, or "5GB".  ValueError,
+        on every rank and before anything is written, for a config that is no JSON.  NotImplementedError for a push to
+        the hub, a variant, or another option that is not built.
         """
         unsupported = [name for name, value in options.items() if value and name not in _SAVE_IGNORED]
         unsupported += ["safe_serialization=False"] if options.get("safe_serialization") is False else []
@@ -291,9 +304,18 @@ class Parallelized(Vocabulary, nn.Module):
                 )
             save_adapter(self, save_directory)
             return
+        self.parallel.origin = together(self._origin, self.parallel.groups.all())
         save(self.parallel.files, Path(save_directory), _bytes(max_shard_size))
         if self.can_generate():
             together(lambda: self._save_generation_config(Path(save_directory)), self.parallel.groups.all())
+
+    def _origin(self) -> FileOrigin:
+        """Returns the module's own directory and present config, which its files are to have."""
+        self._follow_config()
+        model = self.parallel
+        if isinstance(model, Bert) and not model.config.positions_skip_padding:  # no position depends on it
+            model.config = replace(model.config, pad_token_id=self.config.pad_token_id)
+        return origin_of("save_pretrained", self)
 
     def _save_generation_config(self, path: Path) -> None:
         if self.parallel.groups.writes:
@@ -366,6 +388,17 @@ class Parallelized(Vocabulary, nn.Module):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _new_module, (self.tpfuse_original,), self.__dict__
+
+
+def origin_of(caller: str, module: Any) -> FileOrigin:
+    """Returns the directory that a module came from, and the contents of its config.json; ValueError of ``caller`` for
+    a config that cannot be written."""
+    try:
+        config = json.loads(module.config.to_json_string(use_diff=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{caller}: the config of {type(module).__name__} is no JSON: {brief(error)}") from None
+    name = Path(getattr(module, "name_or_path", "") or "")
+    return FileOrigin(name if name.is_dir() else None, config)
 
 
 def _bytes(size: int | str | None) -> int | None:

@@ -209,8 +209,6 @@ class Vocabulary:
             p.data, p.grad = value[spec.local(layer.tp)].clone(), None
         _resize_layers(model, count)
         model.config = config
-        if model.origin is not None:
-            model.origin = model.origin._replace(config={**model.origin.config, "vocab_size": count})
         self.config.get_text_config().vocab_size = self.vocab_size = count
         self.tpfuse_resized = True
         return model.embedding
