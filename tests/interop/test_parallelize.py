@@ -272,6 +272,14 @@ def test_config_json_is_the_modules_present_config(ranks, tmp_path):
     assert not (tmp_path / "1").exists()
 
 
+def test_a_module_made_in_memory_comes_from_no_directory(tmp_path, monkeypatch):
+    """Least of all from the one that the process is in."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("another model's")
+    parallelize(make("gpt2")).save_pretrained("saved")
+    assert not (tmp_path / "saved/tokenizer.json").exists()
+
+
 def test_the_generation_config_is_followed():
     model = make("llama")
     ids = batch(model.config, size=2)["input_ids"]

@@ -397,8 +397,8 @@ def origin_of(caller: str, module: Any) -> FileOrigin:
         config = json.loads(module.config.to_json_string(use_diff=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{caller}: the config of {type(module).__name__} is no JSON: {brief(error)}") from None
-    name = Path(getattr(module, "name_or_path", "") or "")
-    return FileOrigin(name if name.is_dir() else None, config)
+    name = getattr(module, "name_or_path", None)  # "" of a module that was made in memory
+    return FileOrigin(Path(name) if name and Path(name).is_dir() else None, config)
 
 
 def _bytes(size: int | str | None) -> int | None:
