@@ -10,6 +10,7 @@ import ast
 import json
 import pathlib
 import re
+import warnings
 
 import pytest
 import torch
@@ -137,6 +138,35 @@ def test_files_of_every_tokenizer_of_the_installed_release_are_copied():
     names = {name for table in tables for name in table.values()}
     names |= set(re.findall(r'^[A-Z_]*(?:TOKEN|TEMPLATE)[A-Z_]*_FILE = "(.*)"', base, re.M))
     assert len(names) > 20 and names <= set(TOKENIZER_FILES)
+
+
+def test_a_tokenizer_that_is_there_stays(tmp_path):
+    """Tokens may have been added to it.  So does a generation config."""
+    stored("llama", tmp_path)
+    beside = {"tokenizer_config.json": "old", "vocab.json": "old", "generation_config.json": "old"}
+    for name, text in beside.items():
+        (tmp_path / name).write_text(text)
+    model, out = GPT.from_pretrained(tmp_path), tmp_path / "out"
+    contents = lambda folder: {path.name: path.read_text() for path in folder.glob("*.json") if path.name in names}
+    names = {*beside, "added_tokens.json"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for folder in out, out, tmp_path:
+            model.save_pretrained(folder)
+            assert contents(folder) == beside
+    there = {"tokenizer_config.json": "new", "added_tokens.json": "new"}
+    for name in beside:
+        (out / name).unlink()
+    for name, text in there.items():
+        (out / name).write_text(text)
+    with pytest.warns(UserWarning, match=rf"{out} has files of a tokenizer, .* stay; those of {tmp_path} differ"):
+        model.save_pretrained(out)
+    assert contents(out) == there | {"generation_config.json": "old"}
+    (out / "generation_config.json").write_text("new")
+    (out / "vocab.json").symlink_to(tmp_path / "vocab.json")
+    with pytest.warns(UserWarning, match="differ"):
+        model.save_pretrained(out)
+    assert contents(out)["generation_config.json"] == "new" and (out / "vocab.json").is_symlink()
 
 
 def test_code_that_a_config_names_is_saved_with_it(tmp_path):

@@ -1,6 +1,7 @@
 """A model -> a directory that transformers loads: full tensors, config.json, the tokenizer it came with."""
 
 import contextlib
+import filecmp
 import json
 import math
 import os
@@ -29,11 +30,12 @@ from .source import written
 
 MAX_SHARD_BYTES = 5 << 30
 _CALLER = "save_pretrained"
+GENERATION = "generation_config.json"
 # What stands beside the weights in a directory, of all of transformers' tokenizers.
 TOKENIZER_FILES = (
     "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json vocab.txt merges.txt"
-    " tokenizer.model chat_template.jinja chat_template.json generation_config.json prophetnet.tokenizer spiece.model"
-    " sentencepiece.bpe.model sentencepiece.model dict.txt bpe.codes emoji.json normalizer.json spm_char.model"
+    " tokenizer.model chat_template.jinja chat_template.json prophetnet.tokenizer spiece.model sentencepiece.bpe.model"
+    " sentencepiece.model dict.txt bpe.codes emoji.json normalizer.json spm_char.model"
     " vocab-src.json vocab-tgt.json source.spm target.spm target_vocab.json byte_maps.json word_shape.json"
     " word_pronunciation.json spm.model entity_vocab.json"
 ).split()
@@ -133,7 +135,7 @@ def _finish(model: ModelFiles, new: NewFiles, parts: Sequence[_Written]) -> None
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
     _write_json(folder / CONFIG, config)
     if model.origin is not None and model.origin.path is not None:
-        _copy_beside(model.origin.path, folder)
+        _copy_beside(model.origin.path, folder, new.path)
     published = new.publish()
     for old in new.path.glob("model*.safetensors*"):  # an earlier save's shards would be loaded in place of these
         stale = re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?", old.name)
@@ -141,19 +143,40 @@ def _finish(model: ModelFiles, new: NewFiles, parts: Sequence[_Written]) -> None
             old.unlink()
 
 
-def _copy_beside(source: Path, folder: Path) -> None:
-    """Copies what stands beside the weights: the tokenizer's files, and Python files where a config names some.
+def _copy_beside(source: Path, folder: Path, target: Path) -> None:
+    """Copies what stands beside the weights: the tokenizer's files, the generation config, and Python files where a
+    config names some.
 
-    What is not the directory's own file would be somebody else's, so it is left, with a warning.
+    A tokenizer that is in ``target`` stays, with a warning where it is another one: tokens may have been added to it,
+    and files of two would be mixed.  So does a generation config.  What is not the directory's own file would be
+    somebody else's, so it is left, with a warning.
     """
-    names = [name for name in TOKENIZER_FILES if os.path.lexists(source / name)]
-    if any(_names_code(source, name) for name in (CONFIG, "tokenizer_config.json")):
+    same = os.path.realpath(source) == os.path.realpath(target)
+    names, there = ([n for n in TOKENIZER_FILES if os.path.lexists(place / n)] for place in (source, target))
+    if there and not same:
+        if names and (names != there or not all(_equal(source, target, name) for name in names)):
+            warnings.warn(
+                f"{_CALLER}: {target} has files of a tokenizer, {', '.join(there)}, which stay; those of {source}"
+                " differ and are not copied",
+                stacklevel=2,
+            )
+        names = []
+    if os.path.lexists(source / GENERATION) and (same or not os.path.lexists(target / GENERATION)):
+        names.append(GENERATION)
+    if any(_names_code(source, name) for name in (CONFIG, "tokenizer_config.json") if name in (CONFIG, *names)):
         names += [path.name for path in source.glob("*.py")]
     for name in names:
         try:
             shutil.copyfile(own_file(source, name), folder / name)
         except (ValueError, FileNotFoundError) as error:
-            warnings.warn(f"save_pretrained: {error}; it is not copied", stacklevel=2)
+            warnings.warn(f"{_CALLER}: {error}; it is not copied", stacklevel=2)
+
+
+def _equal(source: Path, target: Path, name: str) -> bool:
+    """Returns whether two directories have the same file of a name."""
+    with contextlib.suppress(ValueError, OSError):
+        return filecmp.cmp(own_file(source, name), target / name, shallow=False)
+    return False
 
 
 def _names_code(source: Path, name: str) -> bool:
