@@ -1,10 +1,13 @@
 """What PEFT's users write, on a parallelized module: transformers' add_adapter, PEFT's files, named errors."""
 
+import contextlib
+
 import pytest
 import torch
 
 from tests.common import make_tp
 from tests.interop.launched import VOCAB, small
+from tests.models.theirs import make
 from tpfuse import merge_lora, parallelize
 
 peft = pytest.importorskip("peft")
@@ -58,6 +61,30 @@ def test_targets_mean_what_they_mean_to_peft(asked):
     model = parallelize(small())
     model.add_adapter(config(target_modules=asked))
     assert model.num_parameters(only_trainable=True) == theirs.get_nb_trainable_parameters()[0]
+
+
+@pytest.mark.parametrize("asked", ["all-linear", r".*\.dense", ["dense"], ["attention.output.dense"]])
+def test_layers_that_peft_alone_would_adapt_are_named(asked):
+    theirs = peft.get_peft_model(make("bert-mlm"), config(target_modules=asked))
+    model = parallelize(make("bert-mlm"))
+    if asked == ["attention.output.dense"]:
+        model.add_adapter(config(target_modules=asked))
+        assert model.num_parameters(only_trainable=True) == theirs.get_nb_trainable_parameters()[0]
+        return
+    name = "cls.predictions.transform.dense"
+    assert hasattr(theirs.get_base_model().get_submodule(name), "lora_A")
+    with pytest.raises(ValueError, match=f"add_adapter: target_modules=.* names {name}, whose adapters are not built"):
+        model.add_adapter(config(target_modules=asked))
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_patterns_of_experts_are_refused_where_there_are_none():
+    """PEFT gives Phi-3's gate_up_proj the other rank."""
+    patterns = dict(rank_pattern={r".*\.gate_up_proj": 8}, alpha_pattern={r".*\.gate_up_proj": 16})
+    for of in {}, patterns:
+        model = parallelize(make("phi3"))
+        with pytest.raises(ValueError, match="rank_pattern=.* is not built") if of else contextlib.nullcontext():
+            model.add_adapter(config(target_modules=["gate_up_proj"], **of))
 
 
 OPTIONS = dict(use_dora=True), dict(rank_pattern={"c_attn": 2}), dict(init_lora_weights="pissa"), dict(bias="all")

@@ -3,9 +3,11 @@
 from typing import NamedTuple
 
 from ..layers.linear import Adaptable
+from ..layers.lora import trained_modules
 from ..layers.moe import ParallelMoE
 from ..layers.projections import ProjectionNames
 from ..layers.shards import named_specs, unwrapped_name
+from ..models.head import ReplicatedLinear
 from ..models.model import Model
 
 
@@ -46,3 +48,18 @@ class Adaptables(NamedTuple):
         layers, experts = zip(*base.groups.over_stages(caller, tuple(self)), strict=True)
         joined = lambda stages: {name: value for stage in stages for name, value in stage.items()}
         return Adaptables(joined(layers), joined(experts))
+
+
+def unadaptable(base: Model) -> dict[str, bool]:
+    """Returns the modules whose adapters are not built, by Hugging Face's names; True for a linear layer.
+
+    A head that is trained beside adapters is none of them.
+    """
+    names, trained, modules = ProjectionNames.of(base), trained_modules(base), dict[str, bool]()
+    layers = {unwrapped_name(path): module for path, module in base.named_modules()}
+    for name, source in names.sources.items():
+        path, _, leaf = name.rpartition(".")
+        if leaf == "weight" and not isinstance(layers[path], Adaptable):
+            stored = {names.hf_name(tensor).removesuffix(".weight") for tensor in source.names}
+            modules |= dict.fromkeys(stored - trained.keys(), isinstance(layers[path], ReplicatedLinear))
+    return modules

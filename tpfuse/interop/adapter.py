@@ -102,7 +102,7 @@ def load_adapter(model: nn.Module, path: str | Path, *, trainable: bool = False)
     everywhere = here.over_stages(base, "load_adapter")
 
     def examine() -> tuple[Any, Any, list[str], dict[str, _Entry]]:
-        config, handle, apart = read_adapter(path, trainable=trainable)
+        config, handle, apart = read_adapter(path, trainable=trainable, experts=base.config.hf.has_experts)
         check_saved(f"load_adapter: {path / CONFIG}", config.get("modules_to_save"), base)
         heads = {} if head.keys().isdisjoint(handle.keys()) else head
         for name, entry in heads.items():
@@ -300,14 +300,14 @@ class StoredAdapter(NamedTuple):
     apart: bool
 
 
-def read_adapter(path: Path, *, trainable: bool) -> StoredAdapter:
-    """Opens a directory; ValueError for an option that is not built."""
+def read_adapter(path: Path, *, trainable: bool, experts: bool = True) -> StoredAdapter:
+    """Opens a directory; ValueError for an option that is not built.  ``experts``: whether the model may have some."""
     try:
         config, handle = read_json(path, CONFIG), open_tensors(path, WEIGHTS)
     except (ValueError, OSError) as error:
         raise ValueError(f"load_adapter: {path} must hold {CONFIG} and {WEIGHTS}: {error}") from None
     place = f"load_adapter: {path / CONFIG}"
-    apart = expert_adapter.take_patterns(config)
+    apart = experts and expert_adapter.take_patterns(config)
     check_options(place, config, stored=True)
     for key in ("r", "lora_alpha"):
         if key not in config:
