@@ -252,6 +252,10 @@ ERRORS = {
         tensors(lambda t: t.pop(Q.format("B"))),
         r"q_proj.lora_B.weight in .* must be \(48, 3\), got none",
     ),
+    "a layer missing": (
+        tensors(lambda t: [t.pop(Q.format(letter)) for letter in "AB"]),
+        r"q_proj.lora_A.weight in .* must be \(3, 48\), got none",
+    ),
     "a shape": (
         tensors(lambda t: t.update({Q.format("B"): torch.ones(3, 3)})),
         r"lora_B.weight in .* must be \(48, 3\), got \(3, 3\)",
@@ -278,6 +282,17 @@ def test_errors_are_named_and_nothing_happens(tmp_path, case):
         load_adapter(model, tmp_path, trainable=True)
     assert_equal(dict(model.state_dict()), before)
     assert all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "options", [dict(exclude_modules=["layers.0.self_attn.q_proj"]), dict(layers_to_transform=[1])], ids=str
+)
+def test_layers_that_its_config_left_out_have_no_tensors(tmp_path, options):
+    their_adapter("llama", tmp_path)
+    tensors(lambda t: [t.pop(Q.format(letter)) for letter in "AB"])(tmp_path)
+    config(**options)(tmp_path)
+    names = dict(load_adapter(parallelize(make("llama")), tmp_path).named_parameters())
+    assert any(".lora." in name for name in names)
 
 
 def unequal(world, path):
