@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -207,6 +208,25 @@ def test_batches_that_one_rank_reads_are_for_one_replica(ranks, layout, split_ba
             assert answer == ALL
         else:
             assert f"split_batches={split_batches}; give dispatch_batches=False" in answer
+
+
+def gathered(world, folder):
+    """-> objects of all kinds, of which a rank has its own; what two models give."""
+    with launched(world):
+        accelerator = Accelerator(cpu=True, parallelism_config=config(1, 2))
+        values = np.array([0.5, 1.5]), range(2), "ab", dict(a=1)
+        objects = [accelerator.gather_for_metrics(value) for value in values]
+        accelerator._models += [split(world, 1, 2), split(world, 1, 2)]
+        errors = [said(lambda: accelerator.save_state(folder)), said(lambda: accelerator.load_state(folder))]
+        accelerator._models.clear()
+        return objects, errors
+
+
+def test_objects_of_any_kind_are_gathered_once(ranks, tmp_path):
+    for objects, errors in ranks(2, gathered, str(tmp_path)):
+        assert objects == [[0.5, 1.5], [0, 1], ["a", "b"], ["a"]]
+        for name, text in zip(("save_state", "load_state"), errors, strict=True):
+            assert f"{name}: prepare one model of tpfuse with one optimizer, got (2, 0)" in text
 
 
 def outside(world, folder):

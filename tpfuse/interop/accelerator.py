@@ -202,7 +202,7 @@ class AcceleratorMixin:
         plain: Any = super()
         use_gather_object = use_gather_object or not _tensors(input_data)
         if self._tp > 1 and use_gather_object and dist.get_rank() % self._tp:
-            input_data = type(input_data)()
+            input_data = []  # accelerate joins what it gets by iterating over each rank's
         return plain.gather_for_metrics(input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -239,7 +239,7 @@ class AcceleratorMixin:
     def save_state(self, output_dir: str | None = None, **options: Any) -> Any:
         """Saves as accelerate does; the model and its optimizer by :func:`save_checkpoint`, in a folder of it."""
         plain: Any = super()
-        with self._apart() as (model, optimizer):
+        with self._apart("save_state") as (model, optimizer):
             folder = plain.save_state(output_dir, **options)
             if model is not None:
                 save_checkpoint(Path(folder) / FOLDER, model, optimizer, step=int(getattr(self, "step", 0)))
@@ -251,7 +251,7 @@ class AcceleratorMixin:
         ValueError if there is no such state.
         """
         plain: Any = super()
-        with self._apart() as (model, optimizer):
+        with self._apart("load_state") as (model, optimizer):
             if model is not None:
                 check(input_dir is not None, "load_state: input_dir must be given")
                 step = load_checkpoint(Path(str(input_dir)) / FOLDER, model, optimizer)
@@ -259,14 +259,14 @@ class AcceleratorMixin:
             plain.load_state(input_dir, **options)
 
     @contextlib.contextmanager
-    def _apart(self) -> Iterator[tuple[Any, Any]]:
+    def _apart(self, caller: str) -> Iterator[tuple[Any, Any]]:
         """Takes a model of tpfuse and its optimizer out of accelerate's lists while the context is open."""
         if not any(map(model_of, self._models)):
             yield None, None
             return
         lists = self._models, self._optimizers
         sizes = tuple(map(len, lists))
-        check(sizes == (1, 1), f"save_state: prepare one model of tpfuse with one optimizer, got {sizes}")
+        check(sizes == (1, 1), f"{caller}: prepare one model of tpfuse with one optimizer, got {sizes}")
         self._models, self._optimizers = [], []
         try:
             yield lists[0][0], lists[1][0].optimizer
