@@ -227,7 +227,7 @@ def add_lora(
         return chosen_layers("add_lora", base, targets)
 
     chosen = together(choose, _groups(layer for _, layer in layers))
-    chosen[0].layer.tp.agree("add_lora", dict(rank=rank, alpha=alpha, targets=tuple(targets), seed=seed))
+    chosen[0].layer.tp.agree("add_lora", dict(rank=rank, alpha=alpha, targets=tuple(sorted(targets)), seed=seed))
     model.requires_grad_(False)
     for module in trained_modules(base).values():
         module.requires_grad_(True)
