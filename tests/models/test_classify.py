@@ -243,7 +243,45 @@ def test_on_the_meta_device(name):
     assert "num_labels=3" in repr(direct)
 
 
+DEFAULTED = ("gemma2", "sequence", "pad_token_id"), ("olmo2", "sequence", "pad_token_id")
+DEFAULTED += (("gpt_neox", "token", "classifier_dropout"),)
+
+
+@pytest.mark.parametrize("name, per, key", DEFAULTED)
+def test_a_key_that_is_missing_is_transformers_default(tmp_path, name, per, key):
+    make(name, per, hidden_dropout=0.3).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config[key]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs = type(make(name, per)).from_pretrained(tmp_path)
+    head = GPT.from_pretrained(tmp_path).classifier
+    if per == "token":
+        assert head.p == theirs.dropout.p == 0.1
+    else:
+        assert head.classifier.pad_token_id == theirs.config.pad_token_id is not None
+
+
 # ---- a head that no file holds ----
+
+
+def test_a_new_head_keeps_nothing_of_another(tmp_path):
+    theirs.make("gpt2", problem_type="regression").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | dict(num_labels=2)))
+    model = GPT.from_pretrained(tmp_path, classifier=Classifier(L, pad_token_id=0))
+    model.save_pretrained(tmp_path / "new")
+    assert GPT.from_pretrained(tmp_path / "new").classifier.classifier == model.classifier.classifier
+    again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "new")
+    assert (again.config.num_labels, again.config.problem_type) == (L, None)
+
+
+def test_lm_head_says_that_no_head_classifies(files):
+    """The embedding is the head."""
+    folder = files("gpt2", "sequence")[1]
+    for lm_head in True, False:
+        with pytest.warns(UserWarning, match="holds score.weight, of no module of GPT: not read"):
+            model = GPT.from_pretrained(folder, lm_head=lm_head)
+        assert model.classifier is None and (model.head is not None) == lm_head
 
 
 def _begun(world, folder, cls, sp, classifier, call):

@@ -306,7 +306,7 @@ class Bert(Model):
         return bool(options.get("masked_lm"))
 
     @classmethod
-    def _options_from(cls, files: ModelDirectory) -> dict[str, Any]:
+    def _options_from(cls, files: ModelDirectory, options: Mapping[str, Any]) -> dict[str, Any]:
         family = FAMILIES[files.config["model_type"]]  # the config has been read
         if (classifier := named_in(files.config, family)) is not None:
             return dict(classifier=classifier)

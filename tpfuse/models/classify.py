@@ -83,7 +83,11 @@ class Classifier:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], family: Family, per: str) -> "Classifier":
-        """Returns the head that a config.json describes; ValueError for a value that is none, or not built."""
+        """Returns the head that a config.json describes; ValueError for a value that is none, or not built.
+
+        A missing key counts as transformers' default of it.
+        """
+        config = {**family.defaults, **config}
         rules.check_rules("Classifier", config, _KEYS)
         check(
             per == SEQUENCE or config.get("token_classification_bias") in (True, None),
@@ -114,7 +118,9 @@ class Classifier:
                 f"Classifier: {config['architectures'][0]} has no dropout of its own, got dropout={self.dropout}"
             )
         fields = dict(problem_type=self.problem_type, pad_token_id=self.pad_token_id) | {key or "": self.dropout}
-        return config | {key: value for key, value in fields.items() if value is not None}
+        config |= {key: value for key, value in fields.items() if value is not None}
+        # what another head left there
+        return config | {key: getattr(self, key) for key in ("num_labels", "problem_type") if key in previous}
 
 
 class ClassifierHead(ReplicatedLinear):

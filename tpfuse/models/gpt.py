@@ -366,14 +366,15 @@ class GPT(Model):
         return options.get("lm_head", True) and options.get("classifier") is None
 
     @classmethod
-    def _options_from(cls, files: ModelDirectory) -> dict[str, Any]:
+    def _options_from(cls, files: ModelDirectory, options: Mapping[str, Any]) -> dict[str, Any]:
         family = FAMILIES[files.config["model_type"]]  # the config has been read
         base = files.config.get("architectures") == [family.base_architecture]
         headed = (
             not head_weights(family).isdisjoint(files.raw_names())
             or cls.config_class.from_hf(files.config).tie_embeddings
         )
-        return dict(lm_head=headed or not base, classifier=named_in(files.config, family))
+        classifier = None if "lm_head" in options else named_in(files.config, family)
+        return dict(lm_head=headed or not base, classifier=classifier)
 
 
 def _shifted(labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:

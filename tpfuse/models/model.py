@@ -406,7 +406,7 @@ class Model(nn.Module):
             same = torch_dtype is None or files.dtype(torch_dtype) == files.dtype(wanted)
             check(same, f"from_pretrained: dtype={dtype!r} and torch_dtype={torch_dtype!r} differ")
             config = files.read_config(cls.config_class.from_hf)
-            options_read = ({} if begins else cls._options_from(files)) | options
+            options_read = ({} if begins else cls._options_from(files, options)) | options
             return files, config, options_read, files.dtype(wanted), files.summary()
 
         files, config, options, dtype, summary = together(examine, () if tp is None else (tp.call_group,))
@@ -438,8 +438,8 @@ class Model(nn.Module):
         return False
 
     @classmethod
-    def _options_from(cls, files: ModelDirectory) -> dict[str, Any]:
-        """Returns the constructor arguments that the tensors in a directory decide."""
+    def _options_from(cls, files: ModelDirectory, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the constructor arguments that a directory decides where a call's ``options`` do not."""
         return {}
 
 
