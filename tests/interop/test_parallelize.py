@@ -156,6 +156,25 @@ def test_every_loss_divides_by_the_trainers_count():
     assert mean == model(**call).loss and error(2 * of_more, mean) < 1e-12
 
 
+@pytest.mark.parametrize("name", ["gpt2", "bert-mlm"])
+def test_one_row_of_positions_is_for_all_rows(name):
+    theirs, call = make(name), batch(make(name).config, size=2)
+    call |= dict(position_ids=torch.arange(call["input_ids"].shape[1], 0, -1)[None])
+    assert error(parallelize(make(name))(**call).logits, theirs(**call).logits) < 1e-10
+
+
+@pytest.mark.parametrize("items", [0, 0.0, torch.tensor(0), torch.tensor(0.0)], ids=str)
+@pytest.mark.parametrize("name", ["llama", "bert-mlm"])
+def test_a_step_without_labels_has_the_loss_zero(name, items):
+    model = parallelize(make(name))
+    call = batch(model.config)
+    loss = model(**call | dict(labels=torch.full_like(call["labels"], -100)), num_items_in_batch=items).loss
+    loss.backward()
+    assert loss == 0 and not any(p.grad.any() for p in model.parameters() if p.grad is not None)
+    with pytest.raises(ValueError, match="loss_normalizer must be positive and finite"):
+        model.parallel(**call, loss_normalizer=items)
+
+
 def test_the_trainer_of_transformers(tmp_path):
     pytest.importorskip("accelerate")
     ids = torch.randint(1, 97, (8, 7), generator=torch.Generator().manual_seed(0))

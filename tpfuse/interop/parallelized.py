@@ -170,6 +170,8 @@ class Parallelized(Vocabulary, nn.Module):
         self._follow_config()
         name = body or self.tpfuse_original.__name__
         return_dict, normalizer = arguments.pop("return_dict", None), arguments.pop("num_items_in_batch", None)
+        if isinstance(normalizer, Tensor) or normalizer == 0:  # a call without labels has the loss 0, not 0 / 0
+            normalizer = normalizer + (normalizer == 0)
         head, classifier = (part is not None and not body for part in (self.parallel.head, self.parallel.classifier))
         causal = isinstance(self.parallel, GPT)
         names = _CALL + _LOSS * (head or classifier) + _LANGUAGE * (head and causal)
@@ -194,6 +196,9 @@ class Parallelized(Vocabulary, nn.Module):
         if head:
             call["return_logits"] = True
         call = {key: value for key, value in call.items() if value is not None}
+        positions, tokens = call.get("position_ids"), call.get("inputs_embeds", ids)
+        if isinstance(positions, Tensor) and isinstance(tokens, Tensor) and positions.shape[:1] == (1,):  # for all rows
+            call["position_ids"] = positions.expand(tokens.shape[0], *positions.shape[1:])
         if causal:
             outputs = self._decode(Inputs(**call), by_positions=not cached)
         else:
@@ -210,9 +215,6 @@ class Parallelized(Vocabulary, nn.Module):
 
     def _decode(self, inputs: Inputs, by_positions: bool) -> Output:
         """Calls the GPT; ``by_positions``: position_ids that begin again are documents, as in transformers."""
-        tokens = inputs.input_ids if inputs.inputs_embeds is None else inputs.inputs_embeds
-        if isinstance(inputs.position_ids, Tensor) and len(inputs.position_ids) == 1 and isinstance(tokens, Tensor):
-            inputs = inputs._replace(position_ids=inputs.position_ids.expand(len(tokens), -1))  # one row for all
         if inputs.shift_labels is not None:
             inputs = inputs._replace(labels=None)
         if isinstance(inputs.logits_to_keep, int) and inputs.logits_to_keep == 0:
