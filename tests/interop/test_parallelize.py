@@ -322,7 +322,25 @@ def test_pad_tokens_are_padding_where_no_mask_is_given(also_ends):
     want = model.generate(ids, **call)
     seen = model.generate(ids, attention_mask=torch.ones_like(ids), **call)
     assert torch.equal(want, seen) == also_ends
-    assert torch.equal(parallelize(model).generate(ids, **call)[:, 7:], want[:, 7:])
+    model = parallelize(model)
+    assert torch.equal(model.generate(ids, **call)[:, 7:], want[:, 7:])
+    for kind in torch.tensor, tuple if also_ends else int:
+        others = dict(eos_token_id=kind(call["eos_token_id"]), pad_token_id=torch.tensor(7))
+        assert torch.equal(model.generate(ids, **call | others)[:, 7:], want[:, 7:])
+    tensor, generate = torch.tensor(call["eos_token_id"]), model.parallel.generate
+    assert torch.equal(generate(ids, **call | dict(eos_token_id=tensor)), generate(ids, **call))
+
+
+def test_without_a_length_it_ends_where_transformers_does():
+    """Behind 20 tokens, or at max_position_embeddings, be positions rotary or not."""
+    for name in "llama", "gpt2":
+        theirs, model = make(name, max_position_embeddings=16), parallelize(make(name, max_position_embeddings=16))
+        ids = batch(theirs.config, size=2)["input_ids"][:, :5]
+        want = theirs.generate(ids, do_sample=False)
+        assert want.shape[1] == 16 and torch.equal(model.generate(ids, do_sample=False), want)
+        for generate in theirs.generate, model.generate:
+            with pytest.raises(ValueError, match="max_length|max_new_tokens"):
+                generate(want, do_sample=False)
 
 
 def test_the_modules_generation_config_says_what_a_given_one_does_not():

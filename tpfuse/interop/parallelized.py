@@ -271,6 +271,8 @@ class Parallelized(Vocabulary, nn.Module):
         ours = {key: options.pop(key) for key in _OBJECTS if key in options}
         configs = dict(top_k=DEFAULTS["top_k"]), self.generation_config, generation_config
         values = settled(options, *(config for config in configs if config is not None))
+        numbers = {key: values[key] for key in ("eos_token_id", "pad_token_id") if isinstance(values.get(key), Tensor)}
+        values |= {key: tensor.tolist() for key, tensor in numbers.items()}
         if ours.get("attention_mask") is None:
             ours["attention_mask"] = _mask_of(ids, values.get("pad_token_id"), values.get("eos_token_id"))
         return self.parallel.generate(ids, **ours | values)
@@ -415,7 +417,8 @@ def _bytes(size: int | str | None) -> int | None:
 
 def _mask_of(ids: Any, pad: Any, ends: Any) -> Tensor | None:
     """Returns the attention mask that transformers' generate makes of prompts; None if no token is padding."""
-    if not isinstance(ids, Tensor) or not isinstance(pad, int) or pad in (ends if isinstance(ends, list) else [ends]):
+    ends = ends if isinstance(ends, list | tuple) else [ends]
+    if not isinstance(ids, Tensor) or not isinstance(pad, int) or pad in ends:
         return None
     mask = ids != pad
     return None if mask.all() else mask

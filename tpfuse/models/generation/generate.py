@@ -58,7 +58,7 @@ def generate(
     input_ids int64 [B, S]; prompts of unequal length are padded on either side, with ``attention_mask`` [B, S] 0 there.
     Returns [B, S + new], each prompt moved to end at column S (padding on its left, as transformers has it).  Dropout
     is off.  At most ``max_new_tokens`` come, or as many as the prompt has fewer than ``max_length``, or transformers'
-    20.
+    20, and those no further than to max_positions.
 
     ``options`` are those of transformers' GenerationConfig, by its names and with its defaults, but that ``top_k`` is
     all tokens unless it is given.  What a call leaves out comes from ``generation_config``, transformers' or a mapping,

@@ -108,7 +108,7 @@ def checked(
         " do_sample=True",
     )
     S, most, vocab = input_ids.shape[1], model.config.most_positions, model.config.vocab_size
-    new = _new_tokens(length, S, most)
+    new = _new_tokens(length, S, model.config.max_positions)
     check(
         most is None or S + new <= most, f"generate: {S} + {new} tokens are more than the model's max_positions={most}"
     )
@@ -135,13 +135,19 @@ def checked(
     )
 
 
-def _new_tokens(length: Length, prompt: int, most: int | None) -> int:
-    """Returns how many tokens may come behind a prompt: transformers' 20 unless something else is said."""
+def _new_tokens(length: Length, prompt: int, most: int) -> int:
+    """Returns how many tokens may come behind a prompt: unless something else is said transformers' 20, and no more
+    than up to max_positions, ``most``, be positions rotary or not."""
     if length.max_new_tokens is not None:
         return length.max_new_tokens
     if length.max_length is None:
+        check(
+            prompt < most,
+            f"generate: the prompt has {prompt} tokens, and the model max_positions={most}; give max_new_tokens or"
+            " max_length",
+        )
         usual: int = DEFAULTS["max_length"]
-        return usual if most is None else max(1, min(usual, most - prompt))
+        return min(usual, most - prompt)
     check(
         prompt < length.max_length,
         f"generate: max_length={length.max_length} counts the prompt too, which has {prompt} tokens",

@@ -20,10 +20,10 @@ from .stop_strings import StopStrings
 _FAILED = 2  # where a criterion of a rank has raised an error
 
 
-def end_tokens(ids: int | Iterable[int] | None) -> list[int]:
+def end_tokens(ids: int | Iterable[int] | Tensor | None) -> list[int]:
     """Returns the ids that end a sequence, of which one beyond the vocabulary never comes; ValueError for no ids."""
-    several = isinstance(ids, Iterable) and not isinstance(ids, Tensor)
-    ends: list[Any] = list(ids) if several else [] if ids is None else [ids]  # type: ignore[arg-type]
+    ids = ids.tolist() if isinstance(ids, Tensor) else ids
+    ends: list[Any] = list(ids) if isinstance(ids, Iterable) else [] if ids is None else [ids]
     for end in ends:
         check_number("generate: eos_token_id", end, WHOLE)
     return ends
