@@ -10,6 +10,7 @@ Those of experts: expert_adapter.py.
 
 import json
 import re
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -325,7 +326,7 @@ def _shapes(adaptables: Adaptables, rank: int) -> dict[str, dict[str, tuple[int,
     return {name: {"A": (rank, inputs), "B": (outputs, rank)} for name, (outputs, inputs) in adaptables.layers.items()}
 
 
-def _named_layers(config: dict[str, Any], adaptables: Adaptables) -> set[str]:
+def _named_layers(config: Mapping[str, Any], adaptables: Adaptables) -> set[str]:
     """Returns the layers that a list of target_modules names by their endings, and of which PEFT has left out none."""
     targets = config.get("target_modules")
     past = (config.get(key) for key in ("exclude_modules", "layers_to_transform"))

@@ -236,10 +236,8 @@ class Parallelized(Vocabulary, nn.Module):
         later."""
         head = self.parallel.classifier
         if head is not None and head.classifier.per == SEQUENCE:
-            config: dict[str, Any] = dict(problem_type=self.config.problem_type)
-            if isinstance(self.parallel, GPT):
-                config |= dict(pad_token_id=self.config.get_text_config().pad_token_id)
-            head.classifier = replace(head.classifier, **config)
+            pad = self.config.get_text_config().pad_token_id if isinstance(self.parallel, GPT) else None
+            head.classifier = replace(head.classifier, problem_type=self.config.problem_type, pad_token_id=pad)
 
     def _wants_states(self, arguments: MutableMapping[str, Any]) -> bool:
         """Takes output_hidden_states out of the arguments; its default is the config's."""
