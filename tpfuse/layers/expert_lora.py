@@ -9,13 +9,14 @@ by ``target_parameters``, gate and up together with one A.  Where an older confi
 expert, PEFT gives fc1's pair twice the rank at the same scale, so that each has columns of A of its own.
 """
 
-import torch
+from collections.abc import Callable
+
 from torch import Tensor
 
 from ..kernels.experts.low_rank import LowRank
 from ..parallel import TensorParallel
 from ..sequence_parallel.experts import ExpertAdapters
-from .linear import Adapter, Parts
+from .linear import Adapter
 from .module import local, on_pieces
 from .moe import ParallelMoE
 from .projections import EXPERT_WEIGHTS
@@ -28,26 +29,13 @@ class ExpertLoRA(Adapter):
     ``apart``: fc1's rank is twice ``rank``, and its scale the same.
     """
 
-    def __init__(
-        self,
-        layer: ParallelMoE,
-        parts: Parts,
-        adapted: list[str],
-        *,
-        rank: int,
-        alpha: float,
-        apart: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-    ):
-        super().__init__(layer.tp)
+    def _make(self, layer: ParallelMoE, add: Callable[..., None]) -> None:
         self.experts = layer.experts
-        self.parts, self.adapted, self.rank, self.scale, self.apart = parts, adapted, rank, alpha / rank, apart
-        self.leaves = [leaf for leaf, ((_, name),) in parts.items() if name in adapted]
+        self.leaves = [leaf for leaf, ((_, name),) in self.parts.items() if name in self.adapted]
         for leaf in self.leaves:
-            (E, *rows, K), r = layer.specs[leaf].shape, rank * (2 if apart and leaf == "fc1" else 1)
-            self.add_parameter(f"A_{leaf}", (E, r, K), 0, self.std_of(K), dtype=dtype, device=device)
-            self.add_parameter(f"B_{leaf}", (E, *rows, r), 0, "zeros", dtype=dtype, device=device)
+            (E, *rows, K), r = layer.specs[leaf].shape, self.rank * (2 if self.apart and leaf == "fc1" else 1)
+            add(f"A_{leaf}", (E, r, K), 0, self.std_of(K))
+            add(f"B_{leaf}", (E, *rows, r), 0, "zeros")
 
     def ranks_of(self, name: str) -> TensorParallel:
         return self.experts

@@ -7,8 +7,9 @@
 M = R m rows, sequence-major.  Without sequence parallelism m = M: no gather, an all-reduce for each exchange.
 """
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,14 +34,30 @@ class Adapter(ParallelModule):
 
     With ``tp.bitwise`` that of a row-parallel weight is :meth:`of_leaves`.
     ``adapted`` names the projections that it adapts, ``parts`` all of the layer's; ``merged`` says whether the weight
-    holds it already.
+    holds it already.  ``apart``: as of ExpertLoRA.
     """
 
     merged = False
-    rank: int
-    scale: float
-    adapted: list[str]
-    parts: Parts
+
+    def __init__(
+        self,
+        layer: Any,
+        parts: Parts,
+        adapted: list[str],
+        *,
+        rank: int,
+        alpha: float,
+        apart: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        super().__init__(layer.tp)
+        self.parts, self.adapted, self.rank, self.scale, self.apart = parts, adapted, rank, alpha / rank, apart
+        self._make(layer, functools.partial(self.add_parameter, dtype=dtype, device=device))
+
+    def _make(self, layer: Any, add: Callable[..., None]) -> None:
+        """Adds A and B for a layer by ``add``, which is add_parameter with their dtype and device."""
+        raise NotImplementedError
 
     def of_leaves(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """Returns what is added to the products of a row-parallel weight's leaves with xs, each [M, K/V]."""

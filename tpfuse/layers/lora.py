@@ -15,7 +15,7 @@ adapter the MLP's two GEMMs run one by one, and its activation is kept.  Those o
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,32 +53,19 @@ class ColumnLoRA(Adapter):
 
     A: nn.Parameter
 
-    def __init__(
-        self,
-        layer: Adaptable,
-        parts: Parts,
-        adapted: list[str],
-        *,
-        rank: int,
-        alpha: float,
-        dtype: torch.dtype,
-        device: torch.device,
-    ):
-        super().__init__(layer.tp)
-        self.parts, self.adapted, self.rank, self.scale = parts, adapted, rank, alpha / rank
+    def _make(self, layer: Adaptable, add: Callable[..., None]) -> None:
+        rank, parts, adapted = self.rank, self.parts, self.adapted
         width = next(iter(layer.specs[leaf].shape[-1] for leaf in parts))
-        self.add_parameter("A", (rank, len(adapted), width), None, self.std_of(width), dtype=dtype, device=device)
+        add("A", (rank, len(adapted), width), None, self.std_of(width))
         # weight -> this rank's shape, the name of its B, how many leaves share a slice
         self.leaves: dict[str, tuple[list[int], str | None, int]] = {}
         for leaf, projections in parts.items():
             spec, name = layer.specs[leaf], "B" if leaf == "weight" else f"B_{leaf}"
             width = sum(n for n, module in projections if module in adapted)
             shape = (spec.shape[0], width, *spec.shape[2:-1]) if len(projections) > 1 else spec.shape[:-1]
-            origin = None if spec.origin is None else _of_whole(spec.origin, layer, self.parts, adapted, rank=rank)
+            origin = None if spec.origin is None else _of_whole(spec.origin, layer, parts, adapted, rank=rank)
             if width:
-                self.add_parameter(
-                    name, (*shape, rank), 0, "zeros", copies=spec.leaf_copies, origin=origin, dtype=dtype, device=device
-                )
+                add(name, (*shape, rank), 0, "zeros", copies=spec.leaf_copies, origin=origin)
             shape_here = [s.stop - s.start for s in spec.local(layer.tp)]
             self.leaves[leaf] = shape_here, name if width else None, spec.leaf_copies
 
@@ -155,23 +142,9 @@ class RowLoRA(Adapter):
     A: nn.Parameter
     B: nn.Parameter
 
-    def __init__(
-        self,
-        layer: RowParallelLinear,
-        parts: Parts,
-        adapted: list[str],
-        *,
-        rank: int,
-        alpha: float,
-        dtype: torch.dtype,
-        device: torch.device,
-    ):
-        super().__init__(layer.tp)
-        self.parts, self.adapted, self.rank, self.scale = parts, adapted, rank, alpha / rank
-        self.add_parameter(
-            "A", (rank, layer.in_features), 1, self.std_of(layer.in_features), dtype=dtype, device=device
-        )
-        self.add_parameter("B", (layer.out_features, rank), None, "zeros", dtype=dtype, device=device)
+    def _make(self, layer: RowParallelLinear, add: Callable[..., None]) -> None:
+        add("A", (self.rank, layer.in_features), 1, self.std_of(layer.in_features))
+        add("B", (layer.out_features, self.rank), None, "zeros")
 
     def forward(self, x: Tensor) -> Tensor:
         """x [M, K/R] -> this rank's part of s (x A') B' [M, N]"""
@@ -234,14 +207,9 @@ def add_lora(
     for path, layer, parts, adapted, apart in chosen:
         weight = local(layer.get_parameter(next(iter(parts))))
         dtype, device = torch.promote_types(weight.dtype, torch.float32), weight.device
-        if isinstance(layer, ParallelMoE):
-            layer.lora = ExpertLoRA(
-                layer, parts, adapted, rank=rank, alpha=alpha, apart=apart, dtype=dtype, device=device
-            )
-        elif isinstance(layer, RowParallelLinear):
-            layer.lora = RowLoRA(layer, parts, adapted, rank=rank, alpha=alpha, dtype=dtype, device=device)
-        else:
-            layer.lora = ColumnLoRA(layer, parts, adapted, rank=rank, alpha=alpha, dtype=dtype, device=device)
+        expert, row = isinstance(layer, ParallelMoE), isinstance(layer, RowParallelLinear)
+        kind = ExpertLoRA if expert else RowLoRA if row else ColumnLoRA
+        layer.lora = kind(layer, parts, adapted, rank=rank, alpha=alpha, apart=apart, dtype=dtype, device=device)
         if not weight.is_meta:
             initialize(layer.lora, seed, prefix=f"{path}.lora.")
     return model
