@@ -237,7 +237,9 @@ class Parallelized(Vocabulary, nn.Module):
         head = self.parallel.classifier
         if head is not None and head.classifier.per == SEQUENCE:
             pad = self.config.get_text_config().pad_token_id if isinstance(self.parallel, GPT) else None
-            head.classifier = replace(head.classifier, problem_type=self.config.problem_type, pad_token_id=pad)
+            present = replace(head.classifier, problem_type=self.config.problem_type, pad_token_id=pad)
+            if present != head.classifier:
+                head.classifier = present
 
     def _wants_states(self, arguments: MutableMapping[str, Any]) -> bool:
         """Takes output_hidden_states out of the arguments; its default is the config's."""
