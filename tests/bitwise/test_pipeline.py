@@ -213,3 +213,22 @@ def steps_added(world):
 
 def test_a_step_adds_to_what_is_there_and_one_that_failed_leaves_it(ranks):
     assert ranks(2, steps_added) == [True, True]
+
+
+def of_one_model(world):
+    """The tied weight's gradient by each of three pipelines of one model, the second one not ``bitwise``."""
+    mesh = world.stages(1, 1, 1)["pp"]
+    model = made("gpt2", TensorParallel(bitwise=8), stage=(0, 1, "1f1b")).train()
+    pipelines = [schedule(model, mesh, "1f1b", K, bitwise=bitwise) for bitwise in (True, False, True)]
+    ids, gradients = torch.arange(K * SEQ).view(K, SEQ), []
+    for pipeline in pipelines:
+        model.zero_grad()
+        pipeline.step(ids, labels=ids, step=0)
+        gradients.append(model.embedding.weight.grad)
+    return gradients
+
+
+def test_pipelines_of_one_model_take_no_gradient_of_each_others_heads(ranks):
+    ((first, summed, last),) = ranks(1, of_one_model)
+    assert torch.equal(first, last)
+    torch.testing.assert_close(summed, first)

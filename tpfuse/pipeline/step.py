@@ -30,7 +30,7 @@ from .runtime import ChunkStage, Passes, Runtime, Shapes
 from .schedules import EVERY, Order
 from .sharded import Shards, is_shard
 from .simulator import Timeline, simulate
-from .trees import HEAD, GradientTrees, take_head_gradients
+from .trees import HEAD, GradientTrees, taking_head_gradients
 
 _WHICH = "which pipeline, in the order in which they were made"
 
@@ -42,8 +42,6 @@ class Pipeline:
         self.model, self.group, self.order = model, group, order
         self.trees = GradientTrees(model, order.micro_batches, self._dp) if bitwise else None
         self.micro_batch = 0  # of the backward pass that runs
-        if self.trees is not None:
-            take_head_gradients(model, self._of_head)
         self.splits = EVERY[order.schedule].split
         self.store, self.shards = WeightGradients(), Shards(model)
         self._runtimes: dict[tuple[Any, ...], Runtime] = {}
@@ -228,7 +226,9 @@ class Pipeline:
         return run
 
     def _chunk(self, chunk: Chunk, x: Tensor | None, call: Any) -> Tensor:
-        with self.store.deferring() if self.splits else contextlib.nullcontext():
+        deferring = self.store.deferring() if self.splits else contextlib.nullcontext()
+        taking = contextlib.nullcontext() if self.trees is None else taking_head_gradients(self.model, self._of_head)
+        with deferring, taking:
             output: Tensor = self.model.stages.run(self.model, chunk, x, call)
         return output
 

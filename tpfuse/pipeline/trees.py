@@ -12,6 +12,7 @@ A weight that the head shares with the embedding has a tree for each use, and th
 may be on stages of two ranks.
 """
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -122,7 +123,7 @@ class GradientTrees:
 # ---- a tied weight ----
 
 TakeGradient = Callable[[nn.Parameter, Tensor], bool]  # whether it has taken it
-_takers: "weakref.WeakKeyDictionary[nn.Module, weakref.WeakMethod[TakeGradient]]" = weakref.WeakKeyDictionary()
+_takers: "weakref.WeakKeyDictionary[nn.Module, TakeGradient]" = weakref.WeakKeyDictionary()  # of calls that run
 
 
 class _Apart(Function):
@@ -139,16 +140,20 @@ class _Apart(Function):
         return None if ctx.take(ctx.p, gradient.clone()) else gradient, None, None
 
 
-def take_head_gradients(model: nn.Module, take: TakeGradient) -> None:
-    """Hands the gradient that a model's head has for a tied weight to ``take``, a method, before it is added to the
-    other's, for as long as the method's object lives."""
-    _takers[model] = weakref.WeakMethod(take)
+@contextlib.contextmanager
+def taking_head_gradients(model: nn.Module, take: TakeGradient) -> Iterator[None]:
+    """Hands the gradient that a model's head has for a tied weight, by calls in here, to ``take``, before it is added
+    to the other's."""
+    _takers[model] = take
+    try:
+        yield
+    finally:
+        del _takers[model]
 
 
 def apart(model: nn.Module, weight: nn.Parameter) -> Tensor:
     """Returns the embedding's weight as the head of ``model`` uses it."""
-    taker = _takers.get(model)
-    take = None if taker is None else taker()
+    take = _takers.get(model)
     return local(weight) if take is None else _Apart.apply(local(weight), weight, take)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import listed
 from ..models.model import Model
-from ..pipeline.trees import EMBEDDING, HEAD, GradientTrees, take_head_gradients
+from ..pipeline.trees import EMBEDDING, HEAD, GradientTrees, taking_head_gradients
 from .calls import CallRecord, at_backward, roots
 
 
@@ -28,7 +28,6 @@ class MicroBatchReplica(nn.Module):
         self._steps: list[int | None] = []  # that the micro-batches of a step have been given
         for p in self._trees.trained.values():
             p.register_post_accumulate_grad_hook(self._accumulated)
-        take_head_gradients(module, self._of_head)
 
     @property
     def local_micro_batches(self) -> int:
@@ -59,7 +58,8 @@ class MicroBatchReplica(nn.Module):
 
         if self.training:
             self._check_call(kwargs)
-        output = self.module(*args, **kwargs)
+        with taking_head_gradients(self.module, self._of_head):
+            output = self.module(*args, **kwargs)
         if self.training:
             count()
         elif tensors := roots(output):  # an evaluation, unless a backward pass follows
