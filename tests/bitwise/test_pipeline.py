@@ -202,10 +202,10 @@ def steps_added(world):
     ids = torch.arange(K * SEQ).view(K, SEQ)
     pipeline.step(ids, labels=ids, step=0)
     once = [p.grad.clone() for p in model.parameters()]
-    pipeline.trees.trained["unused"] = torch.nn.Parameter(torch.ones(1))
+    model.unused = torch.nn.Parameter(torch.ones(1))
     with pytest.raises(ValueError, match="unused took no part in the loss of a micro-batch"):
         pipeline.step(ids, labels=ids, step=0)
-    del pipeline.trees.trained["unused"]
+    del model.unused
     assert all(map(torch.equal, once, (p.grad for p in model.parameters())))
     pipeline.step(ids, labels=ids, step=0)
     return all(torch.equal(2 * g, p.grad) for g, p in zip(once, model.parameters(), strict=True))
@@ -232,3 +232,23 @@ def test_pipelines_of_one_model_take_no_gradient_of_each_others_heads(ranks):
     ((first, summed, last),) = ranks(1, of_one_model)
     assert torch.equal(first, last)
     torch.testing.assert_close(summed, first)
+
+
+def trained_later(world):
+    """The differences of gradients from those of a model whose blocks were trainable when the pipeline was made."""
+    mesh, gradients = world.stages(1, 1, 1)["pp"], []
+    ids = torch.arange(K * SEQ).view(K, SEQ)
+    for later in (False, True):
+        model = made("gpt2", TensorParallel(bitwise=8), stage=(0, 1, "1f1b")).train()
+        model.blocks.requires_grad_(not later)
+        pipeline = schedule(model, mesh, "1f1b", K, bitwise=True)
+        model.blocks.requires_grad_(True)
+        model.positions.requires_grad_(False)
+        pipeline.step(ids, labels=ids, step=0)
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    return [gradients[0].keys() ^ gradients[1].keys(), *map(torch.equal, *(g.values() for g in gradients))]
+
+
+def test_a_step_takes_the_parameters_that_are_trained_then(ranks):
+    ((names, *same),) = ranks(1, trained_later)
+    assert names == set() and all(same) and len(same) > 40

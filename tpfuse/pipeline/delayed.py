@@ -82,7 +82,7 @@ class DelayedPipeline(Pipeline):
         with failures.naming_lost_ranks(self.order, self.group, self._dp):
             arguments = dict(arguments, input_ids=input_ids)
             calls = self._agreed(arguments, main_grads(self.model.parameters()), backward=True)
-            trees = None if self.trees is None else GradientTrees(self.model, self.order.micro_batches, self._dp)
+            trees = None if self.trees is None else self._new_trees()
             batch = BatchInFlight(self.model, calls, self._kind(calls[0], True), trees)
             pending = self._advance(batch)
             batch.version.keep()  # the version before is free by now: no third one is alive

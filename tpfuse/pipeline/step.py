@@ -40,7 +40,7 @@ class Pipeline:
 
     def __init__(self, model: Any, group: dist.ProcessGroup, order: Order, *, bitwise: bool):
         self.model, self.group, self.order = model, group, order
-        self.trees = GradientTrees(model, order.micro_batches, self._dp) if bitwise else None
+        self.trees = self._new_trees() if bitwise else None
         self.micro_batch = 0  # of the backward pass that runs
         self.splits = EVERY[order.schedule].split
         self.store, self.shards = WeightGradients(), Shards(model)
@@ -57,10 +57,10 @@ class Pipeline:
         Samples are cut into micro-batches along the first dimension; packed documents are one micro-batch a row, with a
         list of ``cu_seqlens``, one of each.  Adds to ``.grad`` the gradient of the mean loss over the whole batch (of
         all data-parallel replicas if the model was given ``dp``); dropout masks and the loss are those of one process.
-        Returns that loss, a scalar, the same on every rank.
+        Returns that loss, a scalar, the same on every rank.  After an error ``.grad`` is as it was before.
 
         If the model has a MainGrad, gradients are added to ``.main_grad``, and nothing is summed over ranks before its
-        ``reduce()``.
+        ``reduce()``; after an error call its ``zero()``.
 
         ValueError on every rank, before anything is sent, for arguments that the model does not take, a batch that
         cannot be cut evenly, and labels that are missing.
@@ -118,30 +118,34 @@ class Pipeline:
         sums = backward and not mains  # MainGrad sums gradients itself
         earlier = self._set_aside() if sums else {}
         filler = self.filler if backward else None
+        if self.trees is not None:
+            self.trees = self._new_trees()  # of the parameters that are trained now
         try:
             with self.shards.gathered(backward=backward):
                 runtime = self._runtime(calls[0], backward)
                 losses = runtime.run(calls, filler.run_before if filler else lambda place: None, passes)
             totals = self._totals(name, self.trees) if sums and self.trees is not None else {}
+            loss = self._total(losses, model.stages.take_added(), calls[0].inputs.tokens.device)
+            if sums:
+                self._complete(earlier, totals)
         except BaseException:  # a half-done step is of no use to another
             self._forget()
-            for p, grad in earlier.items():
-                p.grad = grad
+            for p in model.parameters() if sums else ():
+                p.grad = earlier.get(p)
             raise
-        if sums:
-            self._complete(earlier, totals)
         if filler is not None:
             filler.end()
         model._count(arguments.get("step"))
-        return self._total(losses, model.stages.take_added(), calls[0].inputs.tokens.device)
+        return loss
+
+    def _new_trees(self) -> GradientTrees:
+        return GradientTrees(self.model, self.order.micro_batches, self._dp)
 
     def _forget(self) -> None:
         """Drops what a step that failed has left."""
         self._runtimes.clear()
         self.model.stages.take_added()
         self.store.take()
-        if self.trees is not None:
-            self.trees.clear()
 
     def _agreed(self, arguments: Mapping[str, Any], mains: list[GradientSlot], *, backward: bool) -> list[Any]:
         """Compares a step over every axis, checks it, and returns its micro-batches.
@@ -235,10 +239,9 @@ class Pipeline:
     # ---- gradients that more than one rank holds ----
 
     def _set_aside(self) -> dict[nn.Parameter, Tensor]:
-        """Removes and returns the gradients of earlier steps, which are complete and must not be summed again."""
-        every = self._dp is not None or self.trees is not None
-        summed = self.model.parameters() if every else copied(self.model)
-        earlier = {p: p.grad for p in summed if p.grad is not None}
+        """Removes and returns the gradients of earlier steps, which are complete and must not be summed again, and
+        which are as they were after a step that fails."""
+        earlier = {p: p.grad for p in self.model.parameters() if p.grad is not None}
         for p in earlier:
             p.grad = None
         return earlier
