@@ -222,6 +222,29 @@ def test_gradients_of_calls_in_eval_are_averaged_too(ranks):
         assert said == "" and gradient.eq(1.5).all()
 
 
+def trained_otherwise(world, ranks_that_change):
+    """-> what is said of a step after a parameter is frozen or made trainable, and the other's gradient"""
+    model, said = Line(), []
+    for trainable in False, True:
+        model.unused.requires_grad_(not trainable)
+        replica = data_parallel(model, dist.group.WORLD, bitwise_micro_batches=4)
+        if world.rank in ranks_that_change:
+            model.unused.requires_grad_(trainable)
+        with pytest.raises(ValueError) as caught:
+            for _ in range(replica.local_micro_batches):
+                replica(torch.ones(5)).backward()
+        said.append(str(caught.value))
+        assert model.w.grad is None
+        replica.zero_grad()
+    return said
+
+
+@pytest.mark.parametrize("ranks_that_change", [(0, 1), (1,)])
+def test_parameters_frozen_or_made_trainable_later_are_named_on_every_rank(ranks, ranks_that_change):
+    for said in ranks(2, trained_otherwise, ranks_that_change):
+        assert all("data_parallel: unused has been frozen or made trainable since" in text for text in said)
+
+
 def silent(world):
     """Rank 1 leaves out a step: what rank 0 is told."""
     group = dist.new_group(timeout=timedelta(seconds=1))

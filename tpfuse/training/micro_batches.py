@@ -17,7 +17,8 @@ class MicroBatchReplica(nn.Module):
 
     It is called like the model, once a micro-batch, and each call is followed by its ``backward()``, in ``eval()`` too.
     After the last one of a step, and not before, ``.grad`` of every trainable parameter is there, the mean of all
-    micro-batches of all replicas.  ``zero_grad()`` begins a step anew, also one that an error has ended.
+    micro-batches of all replicas.  ``zero_grad()`` begins a step anew, also one that an error has ended.  To freeze a
+    parameter, or to make one trainable, is a ValueError at the end of the step: call ``data_parallel`` again.
     """
 
     def __init__(self, module: nn.Module, trees: GradientTrees):
@@ -107,6 +108,17 @@ class MicroBatchReplica(nn.Module):
             " the optimizer, or zero_grad() to begin anew",
         )
 
+    def _check_gradients(self) -> None:
+        """ValueError where a parameter has not been trained in each micro-batch of the step."""
+        trained = {name for name, p in self.module.named_parameters() if p.requires_grad}
+        changed = sorted(trained ^ self._trees.trained.keys())
+        check(
+            not changed,
+            f"data_parallel: {listed(changed)} has been frozen or made trainable since, and the gradients that are added"
+            " up are of the parameters that were trainable then; call data_parallel again, and the replica it returns",
+        )
+        self._trees.check("data_parallel")
+
     def _accumulated(self, p: nn.Parameter) -> None:
         """Takes a parameter's gradient of one micro-batch."""
         assert p.grad is not None
@@ -131,7 +143,7 @@ class MicroBatchReplica(nn.Module):
         if self._done % self.local_micro_batches == 0:
             self._called = True  # until zero_grad, if this raises
             steps, self._steps = self._steps, []
-            self._record.compare(lambda: self._trees.check("data_parallel"))
+            self._record.compare(self._check_gradients)
             self._check_steps(steps)
             for p, total in self._trees.totals().items():
                 p.grad = total.div_(self.micro_batches)
