@@ -74,7 +74,7 @@ def other(rank, call=CALL):
 def turned(model):
     """A value that several ranks hold is another: of a norm, or of the tied embedding of a stage."""
     norms = (p for name, p in model.named_parameters() if "norm" in name)
-    next(iter(copied(model) or norms)).data.view(-1)[0] += 1
+    next(iter(copied(model).values() or norms)).data.view(-1)[0] += 1
 
 
 def seeded(model):

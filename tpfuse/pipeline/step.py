@@ -24,7 +24,7 @@ from ..ranks.messages import attempt, together
 from . import failures
 from .action import FORWARD, KINDS
 from .bubbles import Filler, Filling
-from .copies import copied, sum_copies
+from .copies import compare_copies, copied, sum_copies
 from .placement import Chunk
 from .runtime import ChunkStage, Passes, Runtime, Shapes
 from .schedules import EVERY, Order
@@ -50,6 +50,7 @@ class Pipeline:
         self._agreement = Agreement(Header(name, axis="pipeline"), each_call=True)
         self._of_replicas = Agreement(Header(name, axis="data-parallel"), each_call=True)
         self._number = next_number(group)
+        self._trained_copies: list[str] | None = None  # as compared last
 
     def step(self, input_ids: Tensor | None = None, **arguments: Any) -> Tensor:
         """Runs forward and backward over a batch; each rank passes the same arguments, those of the model's forward.
@@ -163,7 +164,7 @@ class Pipeline:
         made, error = attempt(lambda: stages.micro_batches(model, self.order.micro_batches, arguments))
         comparisons = (
             # Replicas have the same parts, stages have not.
-            lambda: self._agreement(self.group, arguments, mode, self._state, numbers),
+            lambda: self._compare_stages(arguments, mode, numbers),
             lambda: self._of_replicas(self._dp, {}, mode, whole, marks),
             lambda: stages.agree(model, arguments, mode | {_WHICH: self._number}),
             lambda: self._check(mains, backward=backward),
@@ -175,6 +176,17 @@ class Pipeline:
         raise_everywhere(found, groups, call="a pipeline's step")
         model._at_call()
         return stages.normalized(model, made[0])
+
+    def _compare_stages(
+        self, arguments: Mapping[str, Any], mode: Mapping[str, Any], numbers: Callable[[], tuple[int, ...]]
+    ) -> None:
+        """Compares a step over the pipeline's ranks; and what they train of the parameters that two of them hold, in a
+        message of its own, where that has changed on one."""
+        trained = [name for name, p in copied(self.model).items() if p.requires_grad]
+        changed = None if trained == self._trained_copies else self.group.rank()  # by which the ranks' marks differ
+        if self._agreement(self.group, arguments, mode, self._state, lambda: (*numbers(), changed)):
+            compare_copies(f"pipeline {self.order.schedule}", trained, self.group)
+            self._trained_copies = trained
 
     def _check(self, mains: list[GradientSlot], *, backward: bool) -> None:
         """Raises an error where this rank cannot run a step."""
@@ -256,7 +268,7 @@ class Pipeline:
         ``earlier``."""
         for p, total in totals.items():
             p.grad = total
-        sum_copies([_gradient(p) for p in copied(self.model) if p.requires_grad], self.group)
+        sum_copies([_gradient(p) for p in copied(self.model).values() if p.requires_grad], self.group)
         if (dp := self._dp) is not None and self.trees is None:
             summed = [p for p in same_on_replicas(self.model) if p.requires_grad and not is_shard(p, dp)]
             gradients = [_gradient(p) for p in summed]

@@ -26,13 +26,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..kernels.runtime.main_grad import DDP, PLACES, main_grads
+from ..kernels.runtime.main_grad import DDP, PLACES
 from ..kernels.runtime.rules import listed
 from ..layers.module import ParallelModule, Spec
 from ..layers.shards import named_specs
 from ..models.model import staged_in
 from ..parallel import TensorParallel
-from ..pipeline.copies import copied, sum_copies
+from ..pipeline.copies import compare_copies, copied, sum_copies
+from ..ranks.agreement import raise_everywhere
+from ..ranks.messages import attempt
 from .calls import CallRecord, record_calls
 from .foreign.guard import install
 from .originals import original_of
@@ -126,17 +128,22 @@ class MainGrad:
         It is called once a step, after the last backward, without data parallelism too.  The mean (of pipeline stages
         the sum, that of copies first) is taken in fp32 (fp64 for fp64) in rank order, so that the bits are the same on
         every rank and in every run.  All ranks of a pipeline call it.  RuntimeError if it was called already.
-        ValueError on every data-parallel rank, before a gradient changes, if parameters of the model were replaced,
-        moved or made trainable since, or if replicas differ in what decided the calls since :meth:`zero`: how many,
-        modes, autocast, seed and step, dropout, dtypes.
+        ValueError on every data-parallel rank, and on every rank of a pipeline, before a gradient changes, if
+        parameters of the model were replaced, moved or made trainable since, if replicas differ in what decided the
+        calls since :meth:`zero` (how many, modes, autocast, seed and step, dropout, dtypes), or if just one of the two
+        ranks that hold a parameter trains it.
         """
         if self._state.reduced:
             raise RuntimeError("MainGrad: reduce() was called already in this step; call zero() before the next")
-        staged = staged_in(self._record.compare(self._check_model))
-        if staged is not None:
-            group, places = staged.groups.pp("MainGrad.reduce"), main_grads(copied(staged))
-            assert group is not None  # of stages
-            sum_copies([place.add(lambda total: total) for place in places], group)
+        model = self._model()
+        staged = None if model is None else staged_in(model)
+        stages = None if staged is None else staged.groups.pp("MainGrad.reduce")
+        _, error = attempt(lambda: self._record.compare(self._check_model))
+        raise_everywhere(error, [] if stages is None else [stages], call="MainGrad.reduce")
+        if stages is not None:
+            places = {name: PLACES[p] for name, p in copied(staged).items() if p in PLACES}
+            compare_copies("MainGrad.reduce", places, stages)
+            sum_copies([place.add(lambda total: total) for place in places.values()], stages)
         if self._ranks.size > 1:
             for buffer in self._buffers:
                 if not buffer.complete:
@@ -153,8 +160,8 @@ class MainGrad:
         self._state.reduced = False
         self._record.clear()
 
-    def _check_model(self) -> nn.Module:
-        """Returns the model.  ValueError if its parameters are others than they were."""
+    def _check_model(self) -> None:
+        """ValueError if the model's parameters are others than they were."""
         model = self._model()
         if model is None:
             raise ValueError("MainGrad: the model no longer exists")
@@ -175,7 +182,6 @@ class MainGrad:
                     f"MainGrad: parameters of the model {change} since it was made: {listed(names)}; make MainGrad, and"
                     " the optimizer after it, when the model is complete"
                 )
-        return model
 
 
 def _checked(model: nn.Module) -> nn.Module:

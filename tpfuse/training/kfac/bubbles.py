@@ -41,7 +41,7 @@ class _Piece(NamedTuple):
 def check_copies(model: nn.Module, matrices: WholeMatrices) -> None:
     """ValueError for a weight that another rank of the pipeline holds too, with factors of other micro-batches."""
     staged = staged_in(model)
-    twice = set() if staged is None else set(copied(staged))
+    twice = set() if staged is None else set(copied(staged).values())
     names = [name for name, (p, *_) in matrices.sources.items() if p in twice]
     check(
         not names,
