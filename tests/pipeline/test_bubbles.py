@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tpfuse.pipeline import SCHEDULES, Action, Work, demand, fill, order, simulate
+from tpfuse.pipeline.simulator import Event, Timeline
 
 F, B, CURVATURE, INVERSION = 16.1, 26.9, 43.8, 126.0  # ms a layer, BERT-Large on P100 (arXiv:2211.14133)
 
@@ -102,6 +103,16 @@ def test_a_deed_comes_with_its_work():
 def test_work_that_cannot_be_placed(work, message):
     with pytest.raises(ValueError, match=f"fill: {message}"):
         fill(timeline(), work)
+
+
+def test_work_as_long_as_its_bubble():
+    """Whose end is rounded up beyond that of the bubble."""
+    pair = order("gpipe", 1, 1)
+    begin, end = 0.5 + 3 * 2**-53, 1.5 + 3 * 2**-52
+    assert begin + (end - begin) > end
+    events = tuple(Event(a, *span) for a, span in zip(*pair.actions, ((0.0, begin), (end, end + 1)), strict=True))
+    ((placed,),) = fill(Timeline(pair, (events,)), [Work(0, end - begin)]).placed
+    assert (placed.step, placed.start, placed.end) == (0, begin, end)
 
 
 def test_without_bubbles_nothing_fits():

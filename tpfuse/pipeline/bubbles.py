@@ -149,8 +149,9 @@ class _Rank:
                 for neighbour in (p for p in self.placed if p.step == step and p.place == gap.place):
                     if neighbour.start < start + seconds and neighbour.end > start:
                         start = neighbour.end
-                if start + seconds <= gap.end:
-                    placed = Placed(number, step, gap.place, start=start, end=start + seconds)
+                if seconds <= gap.end - start:  # start + seconds may be rounded up beyond the end
+                    end = min(start + seconds, gap.end)
+                    placed = Placed(number, step, gap.place, start=start, end=end)
                     bisect.insort(self.placed, placed, key=lambda p: (p.step, p.start))
                     return step * self.period + placed.end
             step += 1
