@@ -1,5 +1,6 @@
 """The norm of the whole gradient and the groups of an optimizer, against torch's own on one process."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,9 @@ from tests.no_sync import no_sync
 from tpfuse import TensorParallel, clip_grad_norm_, param_groups
 from tpfuse.layers import RMSNorm
 from tpfuse.models import GPT, Bert
+from tpfuse.pipeline import schedule
 from tpfuse.tools.ledger.dryrun import fake_world
+from tpfuse.training.foreign import norm as norms
 
 F64, F32 = torch.float64, torch.float32
 
@@ -205,7 +208,44 @@ def test_gradients_of_several_dtypes():
     norm = clip_grad_norm_(model, 0.5)
     torch.testing.assert_close(norm.double(), exact.norm(), rtol=1e-6, atol=0)
     for p, grad in zip(model.parameters(), before):
-        torch.testing.assert_close(p.grad, grad * (0.5 / (exact.norm() + 1e-6)).to(grad.dtype), rtol=1e-6, atol=0)
+        torch.testing.assert_close(p.grad, grad * (0.5 / (exact.norm() + 1e-6)), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize(
+    "dtype, size, max_norm", [(torch.bfloat16, 1e4, 1.0), (torch.float16, 6e4, 1e-3)]
+)  # a scale of 1e-9 is 0 in fp16
+def test_16_bit_gradients_are_multiplied_by_an_fp32_scale(dtype, size, max_norm, foreach):
+    ours, theirs = nn.Linear(128, 128, dtype=dtype), nn.Linear(128, 128, dtype=dtype)
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        p.grad = (torch.rand(p.shape, generator=torch.Generator().manual_seed(1)) * size).to(dtype)
+        q.grad = p.grad.clone()
+    norm = clip_grad_norm_(ours, max_norm)
+    nn.utils.clip_grads_with_norm_(theirs.parameters(), max_norm, norm, foreach)
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert p.grad.count_nonzero() > 0 and torch.equal(p.grad, q.grad)
+
+
+def test_an_infinite_limit_scales_nothing():
+    model = nn.Linear(3, 2)
+    model.weight.grad, model.bias.grad = torch.full((2, 3), math.inf), torch.ones(2)
+    assert clip_grad_norm_(model, math.inf) == math.inf
+    assert model.weight.grad.isposinf().all() and model.bias.grad.eq(1).all()
+
+
+def gathered_on(world):
+    """-> the devices of what is gathered over stages by one without a gradient"""
+    mesh, devices = world.stages(1, 1, 1), []
+    model = GPT(GPT_CONFIG, stage=(0, 1, "1f1b"))
+    schedule(model, mesh["pp"], "1f1b", 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(norms, "all_gather", lambda x, size, name: devices.append(x.device.type) or x[None])
+        clip_grad_norm_(model.to("meta"), 1.0)
+    return devices
+
+
+def test_a_stage_without_gradients_sends_from_the_models_device(ranks):
+    assert ranks(1, gathered_on) == [["meta"]]
 
 
 @pytest.mark.parametrize("weight_decay", [-0.1, float("nan"), "x"])

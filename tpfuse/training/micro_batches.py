@@ -114,8 +114,8 @@ class MicroBatchReplica(nn.Module):
         changed = sorted(trained ^ self._trees.trained.keys())
         check(
             not changed,
-            f"data_parallel: {listed(changed)} has been frozen or made trainable since, and the gradients that are"
-            " added up are of the parameters that were trainable then; call data_parallel again, and the replica it returns",
+            f"data_parallel: {listed(changed)} has been frozen or made trainable since, and the replica adds up"
+            " gradients of the parameters that were trainable then; call data_parallel again",
         )
         self._trees.check("data_parallel")
 

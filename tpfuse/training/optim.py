@@ -1,6 +1,7 @@
 """Help for optimizers of a split model: the parameters that decay, and the norm of the whole gradient."""
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import NOT_NEGATIVE, check_number, described, limited, listed
+from ..layers.module import local
 from ..layers.norm import LayerNorm
 from ..layers.partial import check_when_due
 from ..layers.shards import named_specs
@@ -51,10 +53,10 @@ _MAX_NORM = limited("be at least 0", lambda v: v >= 0)  # inf: the norm alone is
 def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
     """Scales the gradients so that their norm over the whole model is at most ``max_norm``.
 
-    Returns the norm before, a scalar, the same on every rank.  A sharded parameter is counted over its ranks (experts
-    over those of all replicas that hold some), a replicated one, or a shard that several ranks hold, once.
-    Works on plain shards, under DDP, and on the DTensors of FSDP2.  torch.nn.utils.clip_grad_norm_ computes the same,
-    of any parameters and with any ``norm_type``.
+    Returns the norm before, a scalar, the same on every rank; with an infinite ``max_norm`` that is all.  A sharded
+    parameter is counted over its ranks (experts over those of all replicas that hold some), a replicated one, or a
+    shard that several ranks hold, once.  Works on plain shards, under DDP, and on the DTensors of FSDP2.
+    torch.nn.utils.clip_grad_norm_ computes the same, of any parameters and with any ``norm_type``.
 
     ``error_if_nonfinite``: where the norm is not finite, a RuntimeError on every rank names the parameters whose
     gradients are not, before any is changed; asking for it waits for a GPU.  ValueError for a max_norm that is NaN or
@@ -73,10 +75,13 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bo
     check_when_due(model, lambda: model, "clip_grad_norm_")
     clipped(model, max_norm)
     grads = {name: grad for name, p in model.named_parameters() if (grad := gradient(p)) is not None}
-    if not grads and pipeline is None:  # of a pipeline the other stages may have some
+    if not grads and pipeline is None:
         return torch.zeros(())
     wholes = wholes_of(list(grads.values()), in_leaves=True)
     parts = {name: part_of(grad, placement) for (name, grad), placement in zip(grads.items(), wholes, strict=True)}
+    if not parts:  # the other stages may have some: theirs are gathered on this one's device
+        name, p = next(model.named_parameters())
+        parts[name] = GradPart(local(p).new_empty(0))
     if pipeline is None or stages is None:
         total = total_norm(list(parts.values()))
     else:
@@ -84,7 +89,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bo
         total = total_norm(list(parts.values()), stages=stages, in_leaves=pipeline.tp.bitwise is not None)
     if error_if_nonfinite:
         _check_finite(total, parts, stages)
-    scale_([part.elements for part in parts.values()], max_norm, total)
+    if max_norm < math.inf:  # torch's own makes NaN of all gradients where one is infinite
+        scale_([part.elements for part in parts.values()], max_norm, total)
     return total.to(torch.promote_types(next(model.parameters()).dtype, torch.float32))
 
 

@@ -174,10 +174,11 @@ def over_groups(x: Tensor, groups: Iterable[str], joined: Callable[[Tensor], Ten
 
 
 def scale_(grads: Iterable[Tensor], max_norm: float, total: Tensor) -> None:
-    """Scales gradients of norm ``total`` so that it is at most ``max_norm``, in place and without a wait."""
+    """Scales gradients of norm ``total`` so that it is at most ``max_norm``, in place and without a wait.  The scale is
+    in fp32 (fp64 of fp64): in fp16 it may be 0."""
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for x in grads:
         kinds.setdefault((x.dtype, x.device), []).append(x)
     for (dtype, device), tensors in kinds.items():
-        torch._foreach_mul_(tensors, scale.to(device, dtype))
+        torch._foreach_mul_(tensors, scale.to(device, torch.promote_types(dtype, torch.float32)))
