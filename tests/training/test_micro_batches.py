@@ -117,6 +117,25 @@ def test_the_mean_is_a_tree(ranks):
     assert replica.module.w.grad.eq(right).all()
 
 
+def strided(world):
+    """-> weights of channels_last, beside another format on rank 1, and of every second element; a gradient"""
+    model, size = nn.Module(), (1, 2, 2, 4)
+    values = torch.arange(16.0).view(size) + 100 * world.rank
+    model.same = nn.Parameter(values.clone(memory_format=torch.channels_last))
+    model.other = nn.Parameter(values.clone(memory_format=(torch.channels_last, torch.contiguous_format)[world.rank]))
+    model.apart = nn.Parameter(values.repeat_interleave(2).view(16, 2)[:, 0].view(size))
+    model.forward = lambda x: (x * model.same * model.other * model.apart).sum()
+    replica = data_parallel(model, dist.group.WORLD, bitwise_micro_batches=world.size)
+    replica(torch.ones(size)).backward()
+    return [p.detach().contiguous() for p in model.parameters()], model.other.grad.contiguous()
+
+
+def test_weights_of_any_strides_become_those_of_replica_0(ranks):
+    values = torch.arange(16.0).view(1, 2, 2, 4)
+    for weights, gradient in ranks(2, strided):
+        assert all(torch.equal(weight, values) for weight in weights) and torch.equal(gradient, values**2)
+
+
 def sent(world):
     """-> elements that a step's messages have, the exchange's and the gathered ones, and the gradients'"""
     replica, counts = data_parallel(Line(), dist.group.WORLD, bitwise_micro_batches=world.size), []

@@ -106,9 +106,12 @@ def data_parallel(
     shared |= {} if bitwise_micro_batches is None else order_of_sums()
     together(lambda: agree(group, Header(_NAME, axis="data-parallel"), shared), groups)
     if bitwise_micro_batches is not None:
-        shared_tensors = [x for x in (*model.parameters(), *model.buffers()) if not isinstance(x, DTensor)]
+        shared_tensors = [x.detach() for x in (*model.parameters(), *model.buffers()) if not isinstance(x, DTensor)]
         for tensor in shared_tensors:
-            dist.broadcast(tensor.detach(), group=group, group_src=0)
+            elements = tensor.contiguous()  # in one order on every replica; a message is of memory
+            dist.broadcast(elements, group=group, group_src=0)
+            if elements is not tensor:
+                tensor.copy_(elements)
         return MicroBatchReplica(model, _trees(model, bitwise_micro_batches // group.size(), group))
     left_out = {*getattr(model, _IGNORED, ()), *(name for name, _, tp in _parameters(model) if tp.replicas > 1)}
     if left_out:
