@@ -181,6 +181,7 @@ def errors(world):
 
     def left():
         replica.module.w.grad = torch.ones(5)
+        torch.optim.SGD(replica.module.parameters()).zero_grad(set_to_none=False)
         replica(x)
 
     for call in twice, absent, left:
@@ -195,7 +196,9 @@ def test_misuse_is_named_on_every_rank(ranks):
         twice, absent, left = messages
         assert "Line: the micro-batch before has had no whole backward pass" in twice
         assert "unused took no part in the loss of a micro-batch" in absent
-        assert "w has a gradient when a step begins; call zero_grad() first" in left
+        assert (
+            "w has a gradient when a step begins; call zero_grad() first, an optimizer's with set_to_none=True" in left
+        )
         assert gradient.eq(1).all()
 
 

@@ -84,7 +84,11 @@ class MicroBatchReplica(nn.Module):
         )
         if self._done % self.local_micro_batches == 0:
             left = [path for path, p in self._trees.trained.items() if p.grad is not None]
-            check(not left, f"{name}: {listed(left)} has a gradient when a step begins; call zero_grad() first")
+            check(
+                not left,
+                f"{name}: {listed(left)} has a gradient when a step begins; call zero_grad() first, an optimizer's with"
+                " set_to_none=True: zeros are a gradient too",
+            )
         if isinstance(self.module, Model) and self.module._drops():
             missing = [key for key in ("step", "first_sample") if kwargs.get(key) is None]
             check(

@@ -54,7 +54,7 @@ class GradSlot:
         if self.reduced:
             raise RuntimeError(
                 f"MainGrad: backward() after reduce() would add to the gradient of {self.name} that is to be stepped"
-                " on; call main.zero() first"
+                " on; call main.zero() first, or optimizer.zero_grad() with set_to_none=True: zeros are a gradient too"
             )
 
     def add(self, write: Callable[[Tensor], T]) -> T:
