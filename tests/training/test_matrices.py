@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from tests.common import assert_equal, error, make_tp
 from tests.models.common import STEP_CONFIG, batch, default_dtype, whole
@@ -192,6 +193,13 @@ def test_shampoo(ranks, dtype, limit):
     assert error(exact["blocks.0.mlp.fc1.weight"], start["blocks.0.mlp.fc1.weight"]) > 0.01
     for found in ranks(4, shampoo, dtype):
         assert max(error(found[name], exact[name]) for name in exact) < limit
+
+
+def test_a_weight_whose_matrix_would_be_a_copy():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(3, 2))
+    WholeMatrices(model)
+    with pytest.raises(ValueError, match="the matrix of 0.weight would be a copy"):
+        WholeMatrices(model.to(memory_format=torch.channels_last))
 
 
 def refused(world):

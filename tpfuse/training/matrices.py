@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from ..kernels.runtime.errors import check
 from ..layers.module import local
 from ..layers.shards import SplitParameter, named_specs
 from ..layers.spec import Spec
@@ -33,7 +34,8 @@ class WholeMatrices:
 
     Beside a :class:`tpfuse.MainGrad`, which is made before, the matrices are those of its fp32 weights.
 
-    ValueError for kv heads that several ranks hold, and for parameters that are DTensors already.
+    ValueError for kv heads that several ranks hold, for parameters that are DTensors already, and for a weight whose
+    strides no matrix has, as of channels_last.
     """
 
     def __init__(self, module: nn.Module, *, only: Iterable[nn.Parameter] | None = None):
@@ -42,6 +44,11 @@ class WholeMatrices:
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # whose zero_grad resets these too
         for name, p, placement in matrices_in(module, only):
             matrix = nn.Parameter(_matrix(stepped(p).detach(), placement), requires_grad=p.requires_grad)
+            check(
+                local(matrix).data_ptr() == stepped(p).data_ptr(),
+                f"WholeMatrices: the matrix of {name} would be a copy, of which its update would not be one: its"
+                f" strides are {p.stride()} (channels_last?); make the weight contiguous first",
+            )
             self.sources[name] = p, placement, matrix
             stand_in(matrix, stepped(p))
 
