@@ -1,5 +1,7 @@
 """Factors of a model against those by module hooks on the same weights in nn.Linear layers of transformers."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -8,9 +10,12 @@ from tests.common import error, make_tp
 from tests.models import theirs
 from tests.models.common import batch
 from tests.planted import planted
-from tpfuse import KFAC
+from tpfuse import KFAC, TensorParallel
+from tpfuse.layers.shards import SplitParameter
+from tpfuse.layers.spec import Spec
 from tpfuse.models import GPT
-from tpfuse.training.kfac.curvature import inverse
+from tpfuse.training.kfac.bubbles import _adding
+from tpfuse.training.kfac.curvature import INPUT, SIDES, CapturedRows, Curvature, Moment, inverse
 
 F64 = torch.float64
 PARTS = {"attention.qkv": "qkv", "attention.out": "o_proj", "mlp.fc1": "gate_up", "mlp.fc2": "down_proj"}
@@ -116,6 +121,47 @@ def test_other_rows_are_seen(ranks, saved):
     model, path = saved
     exact = by_hooks(model)
     assert all(worst(found, exact) > 1e-3 for found in ranks(2, with_mistake, path, True, call_of(model)))
+
+
+def curvature_of(groups):
+    """Of a weight [2, 3]."""
+    placement = SplitParameter(Spec((2, 3), None, None), TensorParallel())
+    return Curvature("weight", placement, groups, Moment(), weight=torch.zeros(2, 3))
+
+
+def matrices():
+    generator = torch.Generator().manual_seed(0)
+    return CapturedRows(*(torch.randn(4, columns, generator=generator) for columns in (3, 2)))
+
+
+def used_by(world, ranks_that_use):
+    """-> the states of a weight, one by one, that these ranks alone use"""
+    states = []
+    for used in ranks_that_use:
+        curvature, state = curvature_of([world.group]), {}
+        if world.rank in used:
+            curvature.add(matrices())
+        for side in SIDES:
+            curvature.refresh(side, state, decay=0.5, damping=1.0)
+        states.append(state)
+    return states
+
+
+def test_a_weight_that_some_replicas_do_not_use(ranks):
+    for one, none in ranks(2, used_by, [(0,), ()]):
+        torch.testing.assert_close(one[INPUT], matrices().x.mT @ matrices().x / 4)
+        assert none == {}
+
+
+def test_a_layer_may_be_called_twice_in_a_micro_batch():
+    x, dy = matrices()
+    exact, waiting = curvature_of([]), curvature_of([])
+    waiting.moment.pipeline = SimpleNamespace(filler=SimpleNamespace(step=0), micro_batch=7)
+    for scale in 1.0, 2.0:
+        exact.add(CapturedRows(scale * x, dy))
+        waiting.receive(dy, scale * x)
+    _adding(waiting, 7)()
+    assert all(map(torch.equal, exact.sums[INPUT], waiting.sums[INPUT])) and not waiting.held
 
 
 def test_inverse():

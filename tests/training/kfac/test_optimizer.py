@@ -203,6 +203,8 @@ def refused(world):
     view = tpfuse.as_dtensor(GPT(STEP_CONFIG, tp=make_tp(world)), world.mesh(1, world.size))
     errors["dtensor"] = said(lambda: KFAC(view))
     errors["dp"] = said(lambda: KFAC(GPT(STEP_CONFIG)))
+    other = GPT(STEP_CONFIG, dp=world.group)
+    errors["another dp"] = said(lambda: KFAC(other, dp=world.mesh(1, world.size)["dp"]))
     errors["bitwise"] = said(lambda: KFAC(GPT(STEP_CONFIG, tp=TensorParallel(world.group, bitwise=4))))
     pieces = GPT(STEP_CONFIG, tp=TensorParallel(cp=world.pieces(1, world.size, 1)["cp"]))
     errors["cp"] = said(lambda: KFAC(pieces))
@@ -219,6 +221,7 @@ def test_what_is_refused_says_why(ranks):
         assert "blocks.0.attention.qkv.kv is held by 2 ranks at tensor-parallel size 2" in found["kv"]
         assert "blocks.0.attention.qkv.weight is a DTensor" in found["dtensor"]
         assert "KFAC: 2 ranks are more than the 1 of tensor parallelism" in found["dp"]
+        assert "KFAC: GPT was given dp=[0, 1], and dp here is [" in found["another dp"]
         assert "KFAC's sums are not by leaves" in found["bitwise"]
         assert "KFAC is not built for context parallelism" in found["cp"]
         assert "of blocks.0.attention.qkv.weight" in found["late"] and "have not been captured" in found["late"]

@@ -86,7 +86,7 @@ def pieces(pipeline: "Pipeline", stages: Mapping[Curvature, int], refreshes: Ref
 
 def _adding(curvature: Curvature, micro_batch: int) -> Callable[[], None]:
     def run() -> None:
-        if (rows := curvature.held.pop(micro_batch, None)) is not None:
+        for rows in curvature.held.pop(micro_batch, ()):
             curvature.add(rows)
 
     return run

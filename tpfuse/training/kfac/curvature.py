@@ -81,13 +81,16 @@ class Moment:
 
 
 class Curvature:
-    """The factors of the weight ``name``; ``placement``: its matrix, of which this rank holds a slice.  ``groups``: the
-    ranks with other rows."""
+    """The factors of the ``weight`` called ``name``; ``placement``: its matrix, of which this rank holds a slice.
+    ``groups``: the ranks with other rows."""
 
-    def __init__(self, name: str, placement: SplitParameter, groups: list[dist.ProcessGroup], moment: Moment):
+    def __init__(
+        self, name: str, placement: SplitParameter, groups: list[dist.ProcessGroup], moment: Moment, *, weight: Tensor
+    ):
         self.name, self.placement, self.groups, self.moment = name, placement, groups, moment
+        self.weight = weight
         self.sums: dict[str, Sum] = {}
-        self.held: dict[int, CapturedRows] = {}  # by micro-batch
+        self.held: dict[int, list[CapturedRows]] = {}  # by micro-batch, in which a layer may be called again
         self.size: RowSizes | None = None
 
     def receive(self, dy: Tensor, x: Tensor) -> None:
@@ -98,7 +101,7 @@ class Curvature:
             self.add(self.rows(dy, x))
         elif filler is not None and filler.step == 0:
             assert self.moment.pipeline is not None
-            self.held[self.moment.pipeline.micro_batch] = self.rows(dy, x)
+            self.held.setdefault(self.moment.pipeline.micro_batch, []).append(self.rows(dy, x))
 
     def rows(self, dy: Tensor, x: Tensor) -> CapturedRows:
         """Returns what this rank keeps of the matrices."""
@@ -109,7 +112,7 @@ class Curvature:
 
     def blank(self) -> "Curvature":
         """Returns new factors of the same weight."""
-        return Curvature(self.name, self.placement, self.groups, self.moment)
+        return Curvature(self.name, self.placement, self.groups, self.moment, weight=self.weight)
 
     @property
     def _split(self) -> int | None:
@@ -150,9 +153,7 @@ class Curvature:
         A mean that is not finite, as after a step that a gradient scaler skips, or that is of no rows, changes nothing.
         Every rank of the groups calls it.
         """
-        if side not in self.sums:  # of a weight that no loss depends on
-            return
-        gram, rows = self.sums.pop(side)
+        gram, rows = self.sums.pop(side) if side in self.sums else self._of_no_rows(side)
         message = torch.cat([gram.flatten(), rows[None]])
         for group in self.groups:
             dist.all_reduce(message, group=group)
@@ -161,6 +162,11 @@ class Curvature:
         if math.isfinite(scale := sample.trace().item()) and scale > 0:
             mean = torch.lerp(sample, state[side], decay) if side in state else sample
             state[side], state[f"{side}_inverse"] = mean, inverse(mean, damping)
+
+    def _of_no_rows(self, side: str) -> Sum:
+        """Returns the sum of a rank whose loss does not depend on the weight: that of another may."""
+        d, dtype = self.placement.spec.shape[side == INPUT], acc_dtype(self.weight)
+        return Sum(self.weight.new_zeros(d, d, dtype=dtype), self.weight.new_zeros((), dtype=dtype))
 
     def precondition(self, gradient: Tensor, state: State) -> Tensor:
         """Returns G^-1 dW A^-1 of a whole gradient, each inverse of a factor whose mean eigenvalue is 1."""

@@ -97,7 +97,7 @@ class KFAC(torch.optim.Optimizer):
         for name, (p, placement, matrix) in self.matrices.sources.items():
             check(captured_by(p) is None, f"KFAC: {name} has a KFAC already")
             groups = [group for group in (placement.tp.group, replicas) if group is not None and group.size() > 1]
-            self._curvature[matrix] = Curvature(name, placement, groups, self._moment)
+            self._curvature[matrix] = Curvature(name, placement, groups, self._moment, weight=p)
             capture(p, self._curvature[matrix].receive)
         self._work: list[Work] = []
         super().__init__(self.matrices.parameters(), numbers | dict(steps=0))
@@ -251,6 +251,13 @@ def _replica_group(model: nn.Module, dp: dist.ProcessGroup | None) -> dist.Proce
     """Returns the ranks over whose rows factors are averaged.  ValueError where they are not known."""
     groups: Any = getattr(model, "groups", None)
     of_model = None if groups is None else groups.dp
+    if dp is not None and of_model is not None:
+        ranks, replicas = map(dist.get_process_group_ranks, (dp, of_model))
+        check(
+            ranks == replicas,
+            f"KFAC: {type(model).__name__} was given dp={replicas}, and dp here is {ranks}; leave dp off, or pass the"
+            " same mesh['dp'] to both",
+        )
     if dp is not None or of_model is not None:
         return of_model if dp is None else dp
     sizes = [module.tp.size for module in model.modules() if isinstance(module, ColumnProjection | RowParallelLinear)]
