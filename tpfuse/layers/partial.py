@@ -27,7 +27,7 @@ from ..parallel import TensorParallel
 from ..ranks.agreement import CLOSE
 from ..ranks.messages import channel, gather
 from .hooks import onlooker
-from .shards import living, wholes
+from .shards import living, named_buffers, wholes
 
 _CURE = (
     "a plain module on this rank's rows needs tpfuse.replicated(module, tp) (tpfuse.layers.LayerNorm and RMSNorm are"
@@ -54,8 +54,11 @@ def check_gradients(of: nn.Module | Mapping[str, Tensor] | Iterable[Tensor], nam
 
 
 def warn_of_drift(model: Any, name: str) -> None:
-    """Warns, on every rank, of parameters that are not split and whose values differ; each rank calls it."""
-    differing, _ = _compare(_named(model) if isinstance(model, nn.Module) else {}, lambda p: p)
+    """Warns, on every rank, of buffers, and of parameters that are not split, whose values differ; each rank calls
+    it."""
+    if not isinstance(model, nn.Module):
+        return
+    differing, _ = _compare(_named(model), lambda p: p, named_buffers(model))
     if differing:
         message = f"{listed(differing)} should be the same on every tensor-parallel rank and differ"
         warnings.warn(f"{name}: {message}; {_CURE}", stacklevel=3)
@@ -95,14 +98,16 @@ def _signs(device: torch.device) -> Tensor:
     return (2 * drawn - 1).to(device, torch.float64)
 
 
-def _compare(parameters: dict[str, Tensor], value: Callable[[Tensor], Tensor | None]) -> tuple[list[str], bool]:
+def _compare(
+    parameters: dict[str, Tensor], value: Callable[[Tensor], Tensor | None], buffers: Mapping[str, Tensor] | None = None
+) -> tuple[list[str], bool]:
     """Returns the names of what differs, the same on every rank, and whether everything has been seen."""
     tp, compared = _compared(parameters)
     links = None if tp is None else channel(tp.call_group)
     if links is None:
         return [], True
     with _disable_current_modes(), torch.no_grad():
-        mine = {name: _digest(value(p)) for name, p in compared.items()}
+        mine = {name: _digest(value(p)) for name, p in (compared | dict(buffers or {})).items()}
         digests: list[Any] = gather(mine, links)  # if it is empty too: another rank may hold more
     common = [name for name in digests[0] if all(name in by_rank for by_rank in digests)]
     differing, complete = [], True

@@ -57,6 +57,16 @@ def named_specs(module: nn.Module) -> Iterator[tuple[str, Spec, TensorParallel]]
         yield unwrapped_name(name), *owner
 
 
+def named_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the buffers that a state dictionary has, by name without torch's wrappers."""
+    return {
+        unwrapped_name(f"{path}.{name}".removeprefix(".")): x
+        for path, part in module.named_modules()
+        for name, x in part._buffers.items()
+        if x is not None and name not in part._non_persistent_buffers_set
+    }
+
+
 def same_on_replicas(module: nn.Module) -> list[nn.Parameter]:
     """Returns the parameters of which every replica holds the same: all but those of experts that are divided among
     replicas, whose gradients are of the rows of all."""

@@ -1,12 +1,15 @@
 """load_checkpoint: latest -> meta.json -> shards -> state; nothing changes before every rank has read everything."""
 
 import math
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from ...kernels.runtime.rules import listed
+from ...layers.shards import named_buffers
 from ...pipeline.delays import Pending, delay_of
 from ...ranks.shared_memory import host
 from ..ok_topk import OkTopk
@@ -18,7 +21,7 @@ from .folder import META, SAVING, read_latest, warn_of_newer
 from .hooks import HookState, Reading, put_hook, read_hook
 from .meta import Meta, files_of, has_contents, opened, read_text
 from .pending import check_pending, read_pending
-from .pieces import Sources, Stored, check_apart, check_count, fill
+from .pieces import BUFFER, Sources, Stored, check_apart, check_count, fill
 from .ranks import Ranks, all_ranks
 from .shards import DTYPES, ShardReader, TensorEntry, parts, verify
 from .stages import held_elsewhere
@@ -67,6 +70,8 @@ def load_checkpoint(
         optimizers = ranks.together(lambda: state.as_tuple(optimizer))
         wanted = _Wanted(model, entries, held_elsewhere(ranks, model, entries), optimizers, hook=hook)
         ready = (_read_1 if old else _read)(checkpoint, wanted)
+        if ranks.rank == 0:
+            _warn_of_buffers(checkpoint, wanted)
         _put(checkpoint.meta, ready, model, optimizers)
         put_hook(hook, ready.hook)
         if not old and ranks.rank == 0:
@@ -87,7 +92,7 @@ class _Wanted(NamedTuple):
 
     model: nn.Module
     entries: state.Entries
-    elsewhere: set[str]  # parameters of other pipeline stages
+    elsewhere: set[str]  # the model's tensors that other pipeline stages hold
     optimizers: tuple[torch.optim.Optimizer, ...]
     hook: OkTopk | None
 
@@ -95,7 +100,7 @@ class _Wanted(NamedTuple):
 class _LoadedState(NamedTuple):
     """Everything that was read, in tensors of its own."""
 
-    parameters: state.Values
+    model: state.Values
     optimizer: state.OptimizerState
     hook: HookState | None
     pending: Pending | None
@@ -131,7 +136,7 @@ def _check_same(path: Path, raw: bytes) -> None:
 def _check(checkpoint: _Checkpoint, stock: state.Stock, wanted: _Wanted) -> None:
     """ValueError where the checkpoint is not of this model and optimizer."""
     path, meta = checkpoint.path, checkpoint.meta
-    state.check_model(path, wanted.entries, stock, wanted.elsewhere)
+    state.check_model(path, wanted.model, stock, wanted.elsewhere)
     if meta["version"] != 1:
         check_config(path, meta["config"], wanted.model)
         check_adapters(path, meta.get("adapters") or {}, wanted.model)
@@ -144,6 +149,19 @@ def _check(checkpoint: _Checkpoint, stock: state.Stock, wanted: _Wanted) -> None
         state.check_numbers(path, meta["param_groups"], wanted.optimizers)
         state.check_groups(path, groups, meta["param_groups"], wanted.elsewhere)
         check_pending(path, meta, wanted.model)
+
+
+def _warn_of_buffers(checkpoint: _Checkpoint, wanted: _Wanted) -> None:
+    """Warns where the model has buffers, and a checkpoint from before these were saved has none."""
+    tensors = named_buffers(wanted.model).keys() | {
+        name.removeprefix(BUFFER) for name in wanted.elsewhere if name.startswith(BUFFER)
+    }
+    if tensors and not state.has_buffers(checkpoint.meta.get("tensors", {})):
+        warnings.warn(
+            f"load_checkpoint: {checkpoint.path} holds no buffers, the model's stay as they are:"
+            f" {listed(sorted(tensors))}",
+            stacklevel=3,
+        )
 
 
 def _read(checkpoint: _Checkpoint, wanted: _Wanted) -> _LoadedState:
@@ -187,7 +205,7 @@ def _filled(checkpoint: _Checkpoint, stock: state.Stock, sources: Sources, wante
         check_apart(f"{path}: {name}", stock[name][1], [(s.offset, s.size) for s in stored])
         check_count(path, name, sum(math.prod(s.size) for s in stored), math.prod(stock[name][1]))
     owners = state.owners_of(wanted.optimizers)
-    pieces = state.fresh(path, wanted.entries, stock, owners)
+    pieces = state.fresh(path, wanted.entries, stock, owners) | state.fresh_buffers(wanted.model, stock)
     for piece in pieces.values():
         fill(path, piece, sources[piece.name])
     reading = Reading(path, meta, stock, sources, entries=wanted.entries, ranks=ranks)
@@ -196,7 +214,7 @@ def _filled(checkpoint: _Checkpoint, stock: state.Stock, sources: Sources, wante
 
 
 def _put(meta: Meta, ready: _LoadedState, model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
-    state.put_model(state.entries_of(model), ready.parameters)
+    state.put_model(model, ready.model)
     if optimizers:
         state.put_optimizers(optimizers, ready.optimizer, meta["param_groups"])
     if (delay := delay_of(model)) is not None:

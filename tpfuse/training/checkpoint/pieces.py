@@ -12,6 +12,7 @@ from ...layers.module import Spec
 from ...layers.state import check_whole
 from ...parallel import TensorParallel
 
+BUFFER = "buffer."  # before the names of buffers, of which every replica may have another
 Index = tuple[int, ...]  # of an element in the whole tensor, or a shape
 Place = tuple[str, Index]  # of a piece: its tensor, and where in it
 
@@ -68,14 +69,18 @@ def piece(name: str, x: Tensor, spec: Spec, tp: TensorParallel) -> Piece:
 
 
 def full_piece(name: str, x: Tensor) -> Piece:
-    """Returns a tensor that every rank has."""
-    return Piece(name, x.detach(), (0,) * x.dim(), tuple(x.shape))
+    """Returns a tensor that every rank has, or the part of it that is here of a DTensor, sharing its memory."""
+    x = x.detach()
+    if not isinstance(x, DTensor):
+        return Piece(name, x, (0,) * x.dim(), tuple(x.shape))
+    (chunk,) = x.__create_chunk_list__()
+    return Piece(name, x.to_local(), tuple(chunk.offsets), tuple(x.shape))
 
 
 def shares(pieces_of: Sequence[Sequence[PieceInfo]]) -> list[set[Place]]:
     """Divides the pieces among the ranks that hold them, each once and by bytes -> those that each rank writes.
 
-    ``pieces_of`` lists the pieces of each rank.  ValueError where the ranks disagree on a tensor, or hold only a part.
+    A buffer is that of the first rank that holds it.  ``pieces_of`` lists the pieces of each rank.  ValueError where the ranks disagree on a tensor, or hold only a part.
     """
     wholes: dict[str, PieceInfo] = {}
     owners: dict[Place, list[int]] = {}
@@ -102,7 +107,7 @@ def _divided(pieces_of: Sequence[Sequence[PieceInfo]], owners: dict[Place, list[
     bytes_of = {(p.name, p.offset): math.prod(p.size) * p.dtype.itemsize for pieces in pieces_of for p in pieces}
     load, places = [0] * len(pieces_of), [set[Place]() for _ in pieces_of]
     for place, ranks in owners.items():
-        rank = min(ranks, key=lambda r: (load[r], r))
+        rank = ranks[0] if place[0].startswith(BUFFER) else min(ranks, key=lambda r: (load[r], r))
         load[rank] += bytes_of[place]
         places[rank].add(place)
     return places

@@ -27,15 +27,18 @@ from .hooks import hook_pieces
 from .job import JobProcess, check_held, take
 from .meta import NATURAL, VERSION, Meta, check_json, is_natural, read_text, sealed
 from .pending import pending_pieces
-from .pieces import Piece, PieceInfo, Place, shares
+from .pieces import BUFFER, Piece, PieceInfo, Place, shares
 from .ranks import Ranks, all_ranks
 from .replicas import SAME_BITS, bits_of, differences
 from .shards import NAMES, FileEntry, check_size, write_shard
 from .stages import check_stages, merged, stage_in
 from .state import (
+    MODEL,
     Group,
     Optimizers,
     as_tuple,
+    buffer_pieces,
+    check_dtypes,
     check_numbers,
     entries_of,
     groups_of,
@@ -47,7 +50,6 @@ from .state import (
     unwrap,
 )
 
-_MODEL = "model."  # before the names of parameters
 _GROUPS = "param_groups"  # of meta.json: what pipeline stages have parts of
 _OWN = "conditions", _GROUPS  # what may differ between ranks; of the first rank 0's is kept
 
@@ -133,7 +135,7 @@ def save_checkpoint(
             return kept, meta | about_hook | about_pending
 
         plain = plain_names(entries_of(inner))  # of which warn_of_drift tells, beyond rounding
-        is_compared = lambda name: parameter_of(name) not in plain
+        is_compared = lambda name: not name.startswith(BUFFER) and parameter_of(name) not in plain
         save = _prepare(directory, ranks, stage_in(inner), collect, is_compared=is_compared)
         if not background:
             return _write(save)
@@ -159,7 +161,9 @@ def _collect(model: nn.Module, optimizer: Optimizers, step: int, extra: Any) -> 
     if adapters := adapters_of(model):
         meta["adapters"] = adapters
     copied = json.loads(json.dumps(meta))  # the caller's changes do not reach it
-    return pieces_of(entries, owners_of(optimizers)), copied
+    pieces = [*buffer_pieces(model).values(), *pieces_of(entries, owners_of(optimizers))]
+    check_dtypes(pieces)
+    return pieces, copied
 
 
 class _Mine(NamedTuple):
@@ -171,7 +175,7 @@ class _Mine(NamedTuple):
     stage: Stage | None
 
     def parameters(self) -> set[str]:
-        return {p.name.removeprefix(_MODEL) for p in self.held if p.name.startswith(_MODEL)}
+        return {p.name.removeprefix(MODEL) for p in self.held if p.name.startswith(MODEL)}
 
 
 def _prepare(

@@ -10,10 +10,12 @@ from typing import Any
 
 from torch import nn
 
+from ...layers.shards import named_buffers
 from ...models.model import staged_in
 from ...pipeline.placement import Stage
+from .pieces import BUFFER
 from .ranks import Ranks
-from .state import Entries, Group, stored_names
+from .state import MODEL, Entries, Group, stored_names
 
 _SAID = "param_groups must be the same on every rank, got"
 
@@ -74,8 +76,7 @@ def merged(groups_of: Sequence[list[Group]], held: Sequence[Collection[str]]) ->
 
 
 def held_elsewhere(ranks: Ranks, model: nn.Module, entries: Entries) -> set[str]:
-    """Returns the parameters of the model, by their names in a checkpoint, that other stages hold and this rank does
-    not; each rank calls it."""
-    mine = set(stored_names(entries).values())
+    """Returns the model's tensors of a checkpoint that other stages hold and this rank does not; each rank calls it."""
+    mine = {MODEL + name for name in stored_names(entries).values()} | {BUFFER + name for name in named_buffers(model)}
     names_of = ranks.gather(lambda: [] if stage_in(model) is None else list(mine))
     return {name for names in names_of for name in names} - mine

@@ -12,13 +12,14 @@ from torch.optim import Optimizer
 
 from ...kernels.runtime.rules import NOT_NEGATIVE, Rule, check_number, described, number
 from ...layers.module import Spec, as_parameter, local
-from ...layers.shards import WRAPPERS, named_specs
+from ...layers.shards import WRAPPERS, named_buffers, named_specs
 from ...parallel import TensorParallel
 from ..main_grad import stepped
 from ..originals import original_of
-from .pieces import Index, Piece, full_piece, piece
+from .pieces import BUFFER, Index, Piece, full_piece, piece
 from .shards import NAMES
 
+MODEL = "model."  # before the names of parameters
 MAIN = "main_weight"  # among the optimizer's state of a parameter: its fp32 weight in a MainGrad
 Entries = dict[str, tuple[nn.Parameter, Spec, TensorParallel]]  # parameters by name
 Stock = Mapping[str, tuple[torch.dtype, Index]]  # what a checkpoint holds: dtype and whole shape by name
@@ -128,7 +129,7 @@ def pieces_of(entries: Entries, owners: Owners) -> list[Piece]:
             if value is not None:
                 value, stored = _as_tensor(own_name, key, value), f"optimizer.{name}.{key}"
                 if owner is not None and owner.keeps_whole(key):
-                    pieces.append(_whole_piece(stored, value))
+                    pieces.append(full_piece(stored, value))
                     continue
                 shaped = value.shape == p.shape
                 pieces.append(piece(stored, value, spec, tp) if shaped else full_piece(stored, value))
@@ -136,19 +137,27 @@ def pieces_of(entries: Entries, owners: Owners) -> list[Piece]:
                     raise ValueError(
                         f"the optimizer's {key} of {own_name} is neither a number nor shaped as the parameter"
                     )
-    for part in pieces:
-        if part.local.dtype not in NAMES:
-            raise ValueError(f"{part.name} is of {part.local.dtype}, which safetensors does not hold")
     return pieces
 
 
-def _whole_piece(name: str, x: Tensor) -> Piece:
-    """Returns a tensor of a whole matrix's state: each rank has all of it, or what its DTensor says."""
-    x = x.detach()
-    if not isinstance(x, DTensor):
-        return full_piece(name, x)
-    (chunk,) = x.__create_chunk_list__()
-    return Piece(name, x.to_local(), tuple(chunk.offsets), tuple(x.shape))
+def check_dtypes(pieces: Iterable[Piece]) -> None:
+    """ValueError for a tensor of a dtype that the files cannot hold."""
+    for part in pieces:
+        if part.local.dtype not in NAMES:
+            raise ValueError(f"{part.name} is of {part.local.dtype}, which safetensors does not hold")
+
+
+def buffer_pieces(model: nn.Module) -> dict[str, Piece]:
+    """Returns what is here of every persistent buffer, by its own name.  ValueError for a tensor of another class."""
+    pieces = {}
+    for name, x in named_buffers(model).items():
+        if type(x) not in (Tensor, DTensor):
+            raise ValueError(
+                f"the buffer {name} is a {type(x).__name__}, which a checkpoint does not hold; register it with"
+                " persistent=False, or keep the model's state_dict() by torch.save"
+            )
+        pieces[name] = full_piece(f"{BUFFER}{name}", x)
+    return pieces
 
 
 def _as_tensor(name: str, key: str, value: Any) -> Tensor:
@@ -195,17 +204,25 @@ def kinds_of(optimizers: Iterable[Optimizer]) -> str:
 # ---- checks ----
 
 
-def check_model(path: Path, entries: Entries, stored: Stock, elsewhere: Collection[str]) -> None:
-    """ValueError where a checkpoint is not of this model, of which other ranks hold the parameters ``elsewhere``."""
-    wanted = {part.name: part.shape for part in _model_pieces(entries).values()}
+def check_model(path: Path, model: nn.Module, stored: Stock, elsewhere: Collection[str]) -> None:
+    """ValueError where a checkpoint is not of this model, of which other ranks hold the tensors ``elsewhere``.
+
+    One without any buffer is older than their place in it.
+    """
+    pieces = [*_model_pieces(entries_of(model)).values()] + has_buffers(stored) * [*buffer_pieces(model).values()]
+    wanted = {part.name: part.shape for part in pieces}
     for name, shape in wanted.items():
         got = stored[name][1] if name in stored else "none"
         if got != shape:
             raise ValueError(f"{name} must be {shape} for this model, {path} has {got}")
-    expected = wanted.keys() | {f"model.{name}" for name in elsewhere}
-    extra = [name for name in stored if name.startswith("model.") and name not in expected]
+    expected = wanted.keys() | elsewhere
+    extra = [name for name in stored if name.startswith((MODEL, BUFFER)) and name not in expected]
     if extra:
         raise ValueError(f"{path} holds {extra[0]}, which this model has no place for")
+
+
+def has_buffers(stored: Iterable[str]) -> bool:
+    return any(name.startswith(BUFFER) for name in stored)
 
 
 def _model_pieces(entries: Entries) -> dict[str, Piece]:
@@ -217,7 +234,7 @@ def check_groups(path: Path, groups: list[Group], stored: list[Group], elsewhere
     if len(groups) != len(stored):
         raise ValueError(f"the optimizer has {len(groups)} parameter groups, {path} has {len(stored)}")
     for i, (current, saved) in enumerate(zip(groups, stored, strict=True)):
-        differing = sorted(set(current["params"]) ^ {name for name in saved["params"] if name not in elsewhere})
+        differing = sorted(set(current["params"]) ^ {name for name in saved["params"] if MODEL + name not in elsewhere})
         if differing:
             raise ValueError(f"group {i} of the optimizer has other parameters than {path}: {', '.join(differing[:4])}")
         for key in (current.keys() & saved.keys()) - {"params"}:
@@ -280,6 +297,15 @@ def fresh(path: Path, entries: Entries, stored: Stock, owners: Owners) -> dict[s
     return pieces
 
 
+def fresh_buffers(model: nn.Module, stored: Stock) -> dict[str, Piece]:
+    """Returns new tensors on the CPU, for the buffers that a checkpoint has, by their own names."""
+    return {
+        part.name: _empty(part, part.name, part.local.dtype)
+        for part in buffer_pieces(model).values()
+        if part.name in stored
+    }
+
+
 def _empty(template: Piece, name: str, dtype: torch.dtype) -> Piece:
     return template._replace(name=name, local=torch.empty(template.local.shape, dtype=dtype, device="cpu"))
 
@@ -326,8 +352,11 @@ def as_slice(part: Piece, spec: Spec) -> Tensor:
     return part.local.flatten(0, 1) if joined else part.local
 
 
-def put_model(entries: Entries, values_read: Values) -> None:
-    for name, (p, spec, _) in entries.items():
+def put_model(model: nn.Module, values_read: Values) -> None:
+    for part in buffer_pieces(model).values():
+        if part.name in values_read:
+            part.local.copy_(values_read[part.name].local)
+    for name, (p, spec, _) in entries_of(model).items():
         x = p.detach()
         local(x).copy_(as_slice(values_read[f"model.{name}"], spec))
 
