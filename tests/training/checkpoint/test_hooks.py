@@ -1,6 +1,7 @@
 """Checkpoints of a sparse all-reduce: residuals and thresholds, at the same layout bit for bit and at others."""
 
 import json
+import re
 import warnings
 
 import pytest
@@ -139,6 +140,23 @@ def foreign(world, directory):
 def test_a_hook_of_another_model_is_refused(ranks, tmp_path):
     assert all("not the model's" in said for said in ranks(2, foreign, tmp_path))
     assert not (tmp_path / "latest").exists()
+
+
+def on_one_rank(world, directory, rank):
+    run = Sparse(world, 2, 1)
+    run.steps(0, 1)
+    with pytest.raises(ValueError) as caught:
+        save_checkpoint(directory, run.ddp, run.optimizer, step=1, hook=run.hook if world.rank == rank else None)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "rank, words", [(0, 'got {"replicas": 2, .* on rank 0 and nothing'), (1, "got nothing on rank 0")]
+)
+def test_a_hook_on_one_rank_alone_is_refused(ranks, tmp_path, rank, words):
+    first, second = ranks(2, on_one_rank, str(tmp_path), rank)
+    assert first == second and re.match(f"save_checkpoint: hook must be the same on every rank, {words}", first)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_written_of_it(ranks, tmp_path):

@@ -19,6 +19,7 @@ from tests.pipeline.common import GPT2, MODELS, ROWS, batches, made, micro_batch
 from tests.planted import planted
 from tests.training.checkpoint.common import names
 from tpfuse import TensorParallel, add_lora, clip_grad_norm_, load_checkpoint, param_groups, save_checkpoint
+from tpfuse.layers.lora import adapted_layers
 from tpfuse.layers.shards import named_specs
 from tpfuse.pipeline import SCHEDULES, schedule
 from tpfuse.training.checkpoint import load as reading
@@ -177,6 +178,31 @@ def test_every_kind_of_model(ranks, trained, written, kind):
 )
 def test_experts_over_replicas(ranks, trained, written, before, after):
     check_resumed(ranks, trained, written, before, after, config=MODELS["mixtral"], over_replicas=True)
+
+
+def test_adapters_of_all_stages_are_in_the_file(ranks, trained, written):
+    check_resumed(ranks, trained, written, F1B, F1B, lora=True)
+    (meta,) = Path(written(F1B, lora=True)[0]).glob("step-*/meta.json")
+    adapters = json.loads(meta.read_text())["adapters"]
+    assert {path.split(".")[1] for path in adapters} == set(map(str, range(GPT2.num_layers)))
+    assert all(adapter == {"scale": 2.0, "merged": False} for adapter in adapters.values())
+
+
+def rescaled(world, where, directory):
+    """What a load says where rank 1 has another scale, and a save."""
+    training = Staged(world, *where, lora=True)
+    if world.rank == 1:
+        path, _, adapter = next(iter(adapted_layers(training.model)))
+        adapter.scale = 3.0
+    loaded = said(ValueError, lambda: training.load(directory))
+    return loaded, said(ValueError, lambda: training.save(directory, 3))
+
+
+def test_adapters_that_are_other_ones(ranks, written):
+    first, second = ranks(2, rescaled, CHIMERA, written(F1B, lora=True)[0])
+    assert first == second
+    assert "the adapter of blocks.0.attention.qkv has scale=3.0" in first[0] and "was written with '2.0'" in first[0]
+    assert "adapters must be the same on every rank, got blocks.0.attention.qkv with {'scale': 2.0" in first[1]
 
 
 def forgetful(world, *args):

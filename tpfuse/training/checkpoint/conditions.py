@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from .stages import stage_in
 # Fields of a config that do not enter the function: what training adds, where it starts, what files are called.
 _FREE = "dropout", "attention_dropout", "embedding_dropout", "init_std", "family"
 
+Adapters = dict[str, dict[str, float | bool]]  # by layer: what decides an adapter's function beside its weights
 _OF_A_SIZE = "sequence_parallel", "overlap", "one_machine"  # of the tensor-parallel ranks
 
 
@@ -82,9 +83,22 @@ def warn_of_differences(path: Path, saved: Mapping[str, Any], current: Mapping[s
         )
 
 
-def adapters_of(model: nn.Module) -> dict[str, dict[str, float | bool]]:
+def adapters_of(model: nn.Module) -> Adapters:
     """Returns by layer what decides the function of an adapter beside its weights, which are stored with the others."""
     return {path: {"scale": lora.scale, "merged": lora.merged} for path, _, lora in adapted_layers(model)}
+
+
+def merged_adapters(adapters_of: Sequence[Adapters]) -> Adapters:
+    """Returns the adapters of all ranks.  ValueError where ranks that hold the same layer have another one there."""
+    joined: Adapters = {}
+    for rank, adapters in enumerate(adapters_of):
+        for layer, adapter in adapters.items():
+            if joined.setdefault(layer, adapter) != adapter:
+                raise ValueError(
+                    f"adapters must be the same on every rank, got {layer} with {joined[layer]} and, on rank {rank},"
+                    f" with {adapter}"
+                )
+    return joined
 
 
 def check_adapters(path: Path, saved: Mapping[str, Mapping[str, object]], model: nn.Module) -> None:

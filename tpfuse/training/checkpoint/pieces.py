@@ -80,7 +80,8 @@ def full_piece(name: str, x: Tensor) -> Piece:
 def shares(pieces_of: Sequence[Sequence[PieceInfo]]) -> list[set[Place]]:
     """Divides the pieces among the ranks that hold them, each once and by bytes -> those that each rank writes.
 
-    A buffer is that of the first rank that holds it.  ``pieces_of`` lists the pieces of each rank.  ValueError where the ranks disagree on a tensor, or hold only a part.
+    A buffer is that of the first rank that holds it.  ``pieces_of`` lists the pieces of each rank.  ValueError where
+    the ranks disagree on a tensor, or hold only a part.
     """
     wholes: dict[str, PieceInfo] = {}
     owners: dict[Place, list[int]] = {}

@@ -20,7 +20,7 @@ from ...pipeline.placement import Stage
 from ...ranks.messages import RankEnded
 from ..ok_topk import OkTopk
 from . import background as thread
-from .conditions import adapters_of, conditions, config_of
+from .conditions import Adapters, adapters_of, conditions, config_of, merged_adapters
 from .errors import named
 from .folder import SAVING, check_shared, new_checkpoint, publish, read_latest, tidy
 from .hooks import hook_pieces
@@ -51,6 +51,7 @@ from .state import (
 )
 
 _GROUPS = "param_groups"  # of meta.json: what pipeline stages have parts of
+_ADAPTERS = "adapters"  # the same, of the layers
 _OWN = "conditions", _GROUPS  # what may differ between ranks; of the first rank 0's is kept
 
 
@@ -159,7 +160,7 @@ def _collect(model: nn.Module, optimizer: Optimizers, step: int, extra: Any) -> 
     meta |= dict(seed=int(getattr(model, "seed", 0)), model_step=int(getattr(model, "step", 0)))
     meta |= {"config": config_of(model), "conditions": conditions(model), _GROUPS: groups}
     if adapters := adapters_of(model):
-        meta["adapters"] = adapters
+        meta[_ADAPTERS] = adapters
     copied = json.loads(json.dumps(meta))  # the caller's changes do not reach it
     pieces = [*buffer_pieces(model).values(), *pieces_of(entries, owners_of(optimizers))]
     check_dtypes(pieces)
@@ -172,6 +173,7 @@ class _Mine(NamedTuple):
     held: list[PieceInfo]
     digests: dict[str, tuple[str, str]]
     groups: list[Group]
+    adapters: Adapters
     stage: Stage | None
 
     def parameters(self) -> set[str]:
@@ -198,19 +200,23 @@ def _prepare(
             PieceInfo(p.name, p.offset, tuple(p.local.shape), shape=p.shape, dtype=p.local.dtype)
             for p in pieces.values()
         ]
-        digests = {key: _digest(value) for key, value in about.items() if key not in _OWN}
-        return _Mine(infos, digests, about[_GROUPS], stage)
+        own = _OWN if stage is None else (*_OWN, _ADAPTERS)
+        digests = {key: _digest(value) for key, value in about.items() if key not in own}
+        return _Mine(infos, digests, about[_GROUPS], about.get(_ADAPTERS, {}), stage)
 
     replies = ranks.gather(mine)
-    for key, (value, digest) in replies[0].digests.items():
-        for rank, reply in enumerate(replies):
-            if reply.digests[key][1] != digest:
+    nothing = "nothing", ""  # of a key that a rank's meta.json would not have
+    for rank, reply in enumerate(replies):
+        for key in (replies[0].digests | reply.digests).keys():
+            (first, digest), (value, another) = (r.digests.get(key, nothing) for r in (replies[0], reply))
+            if digest != another:
                 raise ValueError(
-                    f"{key} must be the same on every rank, got {value} on rank 0 and {reply.digests[key][0]} on rank"
-                    f" {rank}"
+                    f"{key} must be the same on every rank, got {first} on rank 0 and {value} on rank {rank}"
                 )
     check_stages([reply.stage for reply in replies])
     meta[_GROUPS] = merged([reply.groups for reply in replies], [reply.parameters() for reply in replies])
+    if adapters := merged_adapters([reply.adapters for reply in replies]):
+        meta[_ADAPTERS] = adapters
     infos = [reply.held for reply in replies]
     places = shares(infos)[ranks.rank]
     holders = Counter((p.name, p.offset) for held in infos for p in held)
