@@ -2,6 +2,7 @@
 
 import copy
 import types
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -294,6 +295,26 @@ CHANGES = {  # what a tensor-parallel rank has otherwise
     "warmup_steps": lambda state: setattr(state, "warmup_steps", 5),
     "step": lambda state: setattr(state, "step", 7),
 }
+
+
+def sharing_heads(world):
+    """Steps of four ranks, of which two hold the same kv head."""
+    mesh = world.mesh(1, 4)
+    with default_dtype(torch.float64):
+        model = GPT(replace(STEP_CONFIG, num_kv_heads=2), tp=TensorParallel(mesh["tp"]), dp=mesh["dp"])
+    group = mesh["dp"].get_group()
+    ddp = DistributedDataParallel(model, process_group=group)
+    ddp.register_comm_hook(OkTopk(0.02, group=group), ok_topk_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(2):
+        ddp(**batch(STEP_CONFIG, seed=step)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    tpfuse.check_replicas(ddp, optimizer)
+
+
+def test_heads_that_ranks_share_stay_equal(ranks):
+    ranks(4, sharing_heads)
 
 
 def other_settings(world, whole):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ok_topk import OkTopk, TopkState, Unit
+from ..ok_topk import OkTopk, TopkState, Unit, unit_kind
 from .meta import Meta
 from .pieces import Piece, Sources, fill, full_piece, piece
 from .ranks import Ranks
@@ -112,15 +112,28 @@ def read_hook(hook: OkTopk | None, reading: Reading) -> HookState | None:
         if unknown:
             raise ValueError(f"{reading.path} has a residual of {unknown[0]}, which this model has no place for")
         own_names = [name for stored in names for name in local_names[stored]]
-        parts = [_mean(hook, name, reading) for name in own_names]
-        unit = Unit([reading.entries[name][0] for name in own_names], torch.cat([part.flatten() for part in parts]))
+        of_unit = [_unit(hook, group, reading) for group in _by_kind(own_names, reading.entries)]
         key = _thresholds(reading.ranks.rank, i)
-        if _same_layout(hook, reading) and key in reading.stock:
+        if len(of_unit) == 1 and _same_layout(hook, reading) and key in reading.stock:
             thresholds = full_piece(key, torch.empty(reading.stock[key][1], dtype=torch.float64))
             fill(reading.path, thresholds, reading.sources[key])
-            unit.state = _as_state(thresholds.local)
-        units.append(unit)
+            of_unit[0].state = _as_state(thresholds.local)
+        units += of_unit
     return HookState(saved["step"], units)
+
+
+def _by_kind(names: list[str], entries: Entries) -> list[list[str]]:
+    """Divides a unit that was of one kind at another tensor-parallel size."""
+    groups: dict[int, list[str]] = {}
+    for name in names:
+        _, spec, tp = entries[name]
+        groups.setdefault(unit_kind(spec, tp), []).append(name)
+    return list(groups.values())
+
+
+def _unit(hook: OkTopk, names: list[str], reading: Reading) -> Unit:
+    parts = [_mean(hook, name, reading) for name in names]
+    return Unit([reading.entries[name][0] for name in names], torch.cat([part.flatten() for part in parts]))
 
 
 def _same_layout(hook: OkTopk, reading: Reading) -> bool:

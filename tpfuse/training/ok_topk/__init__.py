@@ -7,6 +7,6 @@ messages   uneven messages between replicas, destinations rotated, bytes counted
 """
 
 from .algorithm import TopkState
-from .hook import OkTopk, Unit, ok_topk_hook
+from .hook import OkTopk, Unit, ok_topk_hook, unit_kind
 
-__all__ = ["OkTopk", "TopkState", "Unit", "ok_topk_hook"]
+__all__ = ["OkTopk", "TopkState", "Unit", "ok_topk_hook", "unit_kind"]

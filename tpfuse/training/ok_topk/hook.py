@@ -10,7 +10,9 @@ from torch import Tensor
 from ...kernels.runtime.errors import check
 from ...kernels.runtime.rules import check_numbers, integer, number
 from ...layers.shards import wholes
+from ...layers.spec import Spec
 from ...layers.state import is_split
+from ...parallel import TensorParallel
 from ...ranks.agreement import Header, agree, agree_over, digest
 from ...ranks.messages import attempt, channel, raise_together
 from .algorithm import Dials, Summed, TopkState, sparse_sum
@@ -23,8 +25,8 @@ _RULES = dict(density=number(1e-9, 1), warmup_steps=integer(0), exact_every=inte
 
 
 class Unit:
-    """Parameters whose gradients are one vector: those of one of DDP's buckets in the first step, for good, either the
-    slices among them or those that every tensor-parallel rank has whole, of which all must choose the same entries.
+    """Parameters whose gradients are one vector: those of one of DDP's buckets in the first step, for good, that are of
+    one :func:`unit_kind`: all tensor-parallel ranks that hold them must choose the same entries.
 
     ``residual`` [n], of fp32 or wider: what this rank's gradients have had that was not given to a sum yet.
     """
@@ -218,16 +220,20 @@ def _raise_later(error: ValueError) -> None:
         raise error from None
 
 
+def unit_kind(spec: Spec, tp: TensorParallel) -> int:
+    """Returns how many tensor-parallel ranks in a row hold the same slice of a parameter, 0 where each has it whole."""
+    return spec.copies if is_split(spec, tp) else 0
+
+
 def _units(bucket: _Bucket) -> list[Unit]:
     placements = wholes()
-    sliced = [p for p in bucket.parameters if p in placements and is_split(*placements[p])]
-    ids = {id(p) for p in sliced}
-    parameters_of = [sliced, [p for p in bucket.parameters if id(p) not in ids]]
+    kinds: dict[int, list[Tensor]] = {}
+    for p in bucket.parameters:
+        kinds.setdefault(unit_kind(*placements[p]) if p in placements else 0, []).append(p)
     dtype = torch.promote_types(bucket.buffer.dtype, torch.float32)
     return [
         Unit(parameters, bucket.buffer.new_zeros(sum(p.numel() for p in parameters), dtype=dtype))
-        for parameters in parameters_of
-        if parameters
+        for parameters in kinds.values()
     ]
 
 
