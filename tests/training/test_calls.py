@@ -71,7 +71,7 @@ def dropped(run, micro):
 
 
 def clipped(run, micro):
-    clip_grad_norm_(run.model, 0.5)
+    clip_grad_norm_(run.called, 0.5)
     return {}
 
 

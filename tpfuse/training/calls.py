@@ -114,7 +114,7 @@ _norms: "weakref.WeakKeyDictionary[nn.Module, float]" = weakref.WeakKeyDictionar
 def clipped(module: nn.Module, max_norm: float) -> None:
     """Notes what the gradients were clipped by, which the replicas compare with the next calls: sooner would be a
     message more."""
-    _norms[module.module if isinstance(module, DistributedDataParallel) else module] = max_norm
+    _norms[module] = max_norm
 
 
 # ---- by hooks ----

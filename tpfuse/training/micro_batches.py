@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import listed
@@ -152,3 +153,6 @@ class MicroBatchReplica(nn.Module):
             for p, total in self._trees.totals().items():
                 p.grad = total.div_(self.micro_batches)
             self._called = False
+
+
+REPLICAS = DistributedDataParallel, MicroBatchReplica  # what a model is within, as its ``module``

@@ -23,6 +23,7 @@ from .calls import clipped
 from .foreign.known import wholes_of
 from .foreign.norm import GradPart, over_groups, part_of, scale_, total_norm
 from .main_grad import gradient, stepped
+from .micro_batches import REPLICAS
 
 
 def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -73,7 +74,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bo
     stages = None if pipeline is None else pipeline.groups.pp("clip_grad_norm_")
     _compare(model, stages, dict(max_norm=max_norm, error_if_nonfinite=error_if_nonfinite))
     check_when_due(model, lambda: model, "clip_grad_norm_")
-    clipped(model, max_norm)
+    clipped(model.module if isinstance(model, REPLICAS) else model, max_norm)
     grads = {name: grad for name, p in model.named_parameters() if (grad := gradient(p)) is not None}
     if not grads and pipeline is None:
         return torch.zeros(())

@@ -3,6 +3,8 @@
 Spans: tpfuse/training/checkpoint/state.py and tpfuse/models/files/: both name the parameters of a wrapped model.
 """
 
+import json
+
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -10,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from tests.common import assert_equal
 from tests.models.common import batch
 from tests.training.checkpoint.common import made, state
-from tpfuse import load_checkpoint, save_checkpoint
+from tpfuse import data_parallel, load_checkpoint, save_checkpoint
 from tpfuse.models import GPT
 
 
@@ -45,6 +47,40 @@ def test_there_and_back(tmp_path, how):
     assert load_checkpoint(tmp_path, wrap(other, how), its) == (2, None)
     clean = lambda name: name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
     assert_equal({clean(k): v for k, v in state(inside, its).items()}, exact)
+
+
+def test_a_replica_of_micro_batches(tmp_path):
+    """What data_parallel returns where gradients are trees."""
+    model, optimizer = made(steps=1, seed=5)
+    exact = state(model, optimizer)
+    path = save_checkpoint(tmp_path, data_parallel(model, None, bitwise_micro_batches=2), optimizer, step=1)
+    meta = json.loads((path / "meta.json").read_text())
+    assert (meta["seed"], meta["model_step"]) == (5, 1) and meta["config"]["hidden_size"] == 48
+    for wrap in (lambda model: model, lambda model: data_parallel(model, None, bitwise_micro_batches=2)):
+        other, theirs = made(seed=1)
+        assert load_checkpoint(tmp_path, wrap(other), theirs) == (1, None)
+        assert_equal(state(other, theirs), exact)
+
+
+class WithStep(torch.nn.Linear):
+    """A module of one's own whose ``step`` and ``seed`` are no numbers of tpfuse's."""
+
+    seed = None
+
+    @property
+    def step(self):
+        return torch.ones(2)
+
+
+def test_steps_and_seeds_of_other_modules_are_their_own(tmp_path):
+    models = WithStep(4, 4), torch.nn.Linear(4, 4)
+    models[1].step = 7
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        path = save_checkpoint(tmp_path, model, optimizer, step=1)
+        assert '"seed": 0,\n"model_step": 0,\n' in (path / "meta.json").read_text()
+        assert load_checkpoint(tmp_path, model, optimizer) == (1, None)
+    assert models[0].seed is None and models[1].step == 7 and not hasattr(models[1], "seed")
 
 
 def test_files_of_a_wrapped_model(tmp_path):

@@ -219,5 +219,5 @@ def _put(meta: Meta, ready: _LoadedState, model: nn.Module, optimizers: tuple[to
         state.put_optimizers(optimizers, ready.optimizer, meta["param_groups"])
     if (delay := delay_of(model)) is not None:
         delay.resume(ready.pending if optimizers else None)
-    if hasattr(model, "step"):
-        model.seed, model.step = meta["seed"], torch.tensor(meta["model_step"], dtype=torch.int64)
+    if (counter := state.numbered(model)) is not None:
+        counter.seed, counter.step = meta["seed"], torch.tensor(meta["model_step"], dtype=torch.int64)

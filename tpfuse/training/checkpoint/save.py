@@ -43,6 +43,7 @@ from .state import (
     entries_of,
     groups_of,
     kinds_of,
+    numbered,
     owners_of,
     parameter_of,
     pieces_of,
@@ -157,7 +158,10 @@ def _collect(model: nn.Module, optimizer: Optimizers, step: int, extra: Any) -> 
     check_json("the optimizer's groups", groups)
     check_numbers("the optimizer", groups, optimizers)
     meta = dict(version=VERSION, step=step, extra=extra, optimizer=kinds_of(optimizers))
-    meta |= dict(seed=int(getattr(model, "seed", 0)), model_step=int(getattr(model, "step", 0)))
+    counter = numbered(model)
+    meta |= (
+        dict(seed=0, model_step=0) if counter is None else dict(seed=int(counter.seed), model_step=int(counter.step))
+    )
     meta |= {"config": config_of(model), "conditions": conditions(model), _GROUPS: groups}
     if adapters := adapters_of(model):
         meta[_ADAPTERS] = adapters

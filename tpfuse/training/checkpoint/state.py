@@ -13,8 +13,10 @@ from torch.optim import Optimizer
 from ...kernels.runtime.rules import NOT_NEGATIVE, Rule, check_number, described, number
 from ...layers.module import Spec, as_parameter, local
 from ...layers.shards import WRAPPERS, named_buffers, named_specs
+from ...models.model import Model
 from ...parallel import TensorParallel
 from ..main_grad import stepped
+from ..micro_batches import REPLICAS
 from ..originals import original_of
 from .pieces import BUFFER, Index, Piece, full_piece, piece
 from .shards import NAMES
@@ -31,22 +33,27 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("lr", "initial_lr", "eps", "weight_decay", "momentum"), NOT_NEGATIVE),
     "betas": number(0, 1, "[)"),
 }
-_REPLICA = nn.parallel.DistributedDataParallel
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Returns the model inside torch's wrappers, its parameters as FSDP2 keeps them between steps.
+    """Returns the model inside wrappers of torch's and of data_parallel, its parameters as FSDP2 keeps them between steps.
 
     After a forward without a backward FSDP2 leaves the root's parameters gathered: others than the optimizer's.
     """
     from torch.distributed.fsdp import FSDPModule  # slow to import
 
-    while len(model._modules) == 1 and (isinstance(model, _REPLICA) or model._modules.keys() <= WRAPPERS):
+    while len(model._modules) == 1 and (isinstance(model, REPLICAS) or model._modules.keys() <= WRAPPERS):
         (model,) = model.children()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
     return model
+
+
+def numbered(model: nn.Module) -> Model | None:
+    """Returns the model whose seed and counter of steps are saved: this one, or that of a parallelized module."""
+    inner = getattr(model, "parallel", None)
+    return model if isinstance(model, Model) else inner if isinstance(inner, Model) else None
 
 
 def entries_of(model: nn.Module) -> Entries:
