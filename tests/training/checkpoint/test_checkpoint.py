@@ -204,6 +204,33 @@ def test_other_optimizers(tmp_path, make):
     assert_equal(*found)
 
 
+class Counting(torch.optim.SGD):
+    """An optimizer with numbers of Python's in its state."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            values = self.state[p]
+            values |= {"d": values.get("d", 0.1) * 1.1, "n": values.get("n", -(1 << 60)) + 1, "flag": True}
+
+
+def test_numbers_of_an_optimizers_state_are_numbers_again(tmp_path):
+    model, _ = made(steps=1)
+    optimizer = Counting(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        model(**batch(STEP_CONFIG)).loss.backward()
+        optimizer.step()
+    save_checkpoint(tmp_path, model, optimizer, step=2)
+    other, _ = made()
+    theirs = Counting(other.parameters(), lr=0.1, momentum=0.9)
+    load_checkpoint(tmp_path, other, theirs)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        values, again = dict(optimizer.state[p]), dict(theirs.state[q])
+        assert values.pop("momentum_buffer").equal(again.pop("momentum_buffer"))
+        assert values == again == {"d": 0.1 * 1.1 * 1.1, "n": 2 - (1 << 60), "flag": True}
+        assert [type(x) for x in values.values()] == [type(again[key]) for key in values] == [float, int, bool]
+
+
 def test_numbers_that_are_tensors_come_back_in_place(tmp_path):
     """A compiled step holds on to them."""
     rate, betas = torch.tensor(0.5), (torch.tensor(0.25), torch.tensor(0.75))

@@ -139,6 +139,21 @@ def test_a_forgotten_gradient_is_seen(ranks, run):
     assert again[0] is None and abs(again[-1] - losses[-1]) > 1e-6
 
 
+def test_it_comes_back_in_the_models_dtype(tmp_path):
+    ids = torch.arange(12).view(2, 6)
+    for dtype, resumes in ((torch.float32, False), (torch.bfloat16, True)):
+        model = made(GPT2).to(dtype)
+        delayed, optimizer = DelayedGradients(model), torch.optim.AdamW(model.parameters())
+        if resumes:
+            load_checkpoint(tmp_path, model, optimizer)
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        delayed.swap(loss)
+        if not resumes:
+            save_checkpoint(tmp_path, model, optimizer, step=1)
+    assert all(p.grad.dtype == torch.bfloat16 and p.grad.count_nonzero() for p in model.parameters())
+
+
 def refusals(world, directory):
     model = made(GPT2)
     optimizer = torch.optim.AdamW(param_groups(model.double(), weight_decay=0.1), lr=1e-2)

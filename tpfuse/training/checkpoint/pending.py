@@ -54,7 +54,7 @@ def read_pending(reading: Reading) -> Pending | None:
     for name, (p, spec, _) in reading.entries.items():
         key = f"{_PREFIX}{stored_name(name, spec)}"
         if key in reading.stock:
-            gradients[p] = as_parameter(as_slice(reading.part(key, name), spec).to(p.device), p)
+            gradients[p] = as_parameter(as_slice(reading.part(key, name), spec).to(p.device, p.dtype), p)
     first = next(p for p, *_ in reading.entries.values())
     dtype = torch.promote_types(first.dtype, torch.float32)
     return Pending(torch.tensor(float(about["loss"]), dtype=dtype, device=first.device), gradients)

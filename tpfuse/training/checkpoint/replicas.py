@@ -28,7 +28,7 @@ from ...ranks.agreement import digest, is_checking
 from ...ranks.messages import channel, gather
 from ..data_parallel import replica_of
 from .pieces import Place
-from .state import Optimizers, as_tuple, entries_of, groups_of, owners_of, pieces_of, unwrap
+from .state import STATE, Optimizers, as_tuple, entries_of, groups_of, owners_of, pieces_of, unwrap
 
 Bits = Mapping[Place, int]  # 8 bytes of a rank's pieces, by where they are
 _BLOCK = 1 << 16  # elements that are widened at a time: as much as a core's cache holds
@@ -65,7 +65,7 @@ def differences(bits_by_rank: Mapping[int, Bits]) -> list[str]:
         for place, value in bits.items():
             by_place.setdefault(place, {})[rank] = value
     names: dict[str, list[str]] = {}
-    for (name, _), values in sorted(by_place.items(), key=lambda item: item[0][0].startswith("optimizer.")):
+    for (name, _), values in sorted(by_place.items(), key=lambda item: item[0][0].startswith(STATE)):
         if len(set(values.values())) > 1:
             names.setdefault(_verdict(values), []).append(name)
     return [f"{verdict} in {listed(list(dict.fromkeys(differing)))}" for verdict, differing in names.items()]

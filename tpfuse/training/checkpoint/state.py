@@ -22,11 +22,12 @@ from .pieces import BUFFER, Index, Piece, full_piece, piece
 from .shards import NAMES
 
 MODEL = "model."  # before the names of parameters
+STATE = _TENSOR, _NUMBER = "optimizer.", "number."  # before the names of the optimizer's state; of Python's numbers
 MAIN = "main_weight"  # among the optimizer's state of a parameter: its fp32 weight in a MainGrad
 Entries = dict[str, tuple[nn.Parameter, Spec, TensorParallel]]  # parameters by name
 Stock = Mapping[str, tuple[torch.dtype, Index]]  # what a checkpoint holds: dtype and whole shape by name
 Values = Mapping[str, Piece]  # tensors that were read
-OptimizerState = Mapping[nn.Parameter, dict[str, Tensor]]
+OptimizerState = Mapping[nn.Parameter, dict[str, Any]]  # tensors, and Python's numbers
 Optimizers = Optimizer | Sequence[Optimizer]  # as a caller gives them
 Group = dict[str, Any]  # of an optimizer, as JSON has it: parameters by name
 _RULES: dict[str, Rule] = {
@@ -36,7 +37,7 @@ _RULES: dict[str, Rule] = {
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Returns the model inside wrappers of torch's and of data_parallel, its parameters as FSDP2 keeps them between steps.
+    """Returns the model inside torch's wrappers or data_parallel's, its parameters as FSDP2 keeps them between steps.
 
     After a forward without a backward FSDP2 leaves the root's parameters gathered: others than the optimizer's.
     """
@@ -134,7 +135,8 @@ def pieces_of(entries: Entries, owners: Owners) -> list[Piece]:
         held = {} if owner is None else owner.optimizer.state.get(owner.weight, {})
         for key, value in (held | main if owners else {}).items():
             if value is not None:
-                value, stored = _as_tensor(own_name, key, value), f"optimizer.{name}.{key}"
+                kind = _NUMBER if isinstance(value, int | float) else _TENSOR
+                value, stored = _as_tensor(own_name, key, value), f"{kind}{name}.{key}"
                 if owner is not None and owner.keeps_whole(key):
                     pieces.append(full_piece(stored, value))
                     continue
@@ -169,7 +171,7 @@ def buffer_pieces(model: nn.Module) -> dict[str, Piece]:
 
 def _as_tensor(name: str, key: str, value: Any) -> Tensor:
     try:
-        tensor = torch.as_tensor(value)
+        tensor = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"the optimizer's {key} of {name} is neither a number nor shaped as the parameter") from None
     if type(tensor) not in (Tensor, nn.Parameter, DTensor):
@@ -281,15 +283,13 @@ def fresh(path: Path, entries: Entries, stored: Stock, owners: Owners) -> dict[s
     pieces = {}
     keys: dict[str, list[str]] = {}  # of the optimizer's state, by the parameter's name in the checkpoint
     for stored_key in stored if owners else ():
-        kind, _, full = stored_key.partition(".")
-        name, _, key = full.rpartition(".")
-        if kind == "optimizer":
-            keys.setdefault(name, []).append(key)
+        if stored_key.startswith(STATE):
+            keys.setdefault(parameter_of(stored_key), []).append(stored_key)
     for name, template in _model_pieces(entries).items():
         pieces[f"model.{name}"] = _empty(template, template.name, entries[name][0].dtype)
         owner = owners.get(stepped(entries[name][0]))
-        for key in keys.get(template.name.removeprefix("model."), ()):
-            stored_key = f"optimizer.{template.name.removeprefix('model.')}.{key}"
+        for stored_key in keys.get(template.name.removeprefix(MODEL), ()):
+            key = stored_key.rpartition(".")[2]
             dtype, shape = stored[stored_key]
             if owner is not None and owner.keeps_whole(key):
                 pieces[f"optimizer.{name}.{key}"] = full_piece(stored_key, torch.empty(shape, dtype=dtype))
@@ -321,17 +321,20 @@ def _keys(names: Iterable[str], prefix: str) -> list[str]:
     return [key for key in names if key.startswith(prefix) and "." not in key.removeprefix(prefix)]
 
 
-def optimizer_state(entries: Entries, values_read: Values, owners: Owners) -> dict[nn.Parameter, dict[str, Tensor]]:
+def optimizer_state(entries: Entries, values_read: Values, owners: Owners) -> OptimizerState:
     """Returns the optimizers' state by parameter, of what was read, on the devices where an optimizer has it."""
     if not owners:
         return {}
     groups = [group for optimizer in {o.optimizer: None for o in owners.values()} for group in optimizer.param_groups]
     on_device = {p for g in groups if g.get("capturable") or g.get("fused") for p in g["params"]}
-    state: dict[nn.Parameter, dict[str, Tensor]] = {}
+    state: dict[nn.Parameter, dict[str, Any]] = {}
     for name, (p, spec, _) in entries.items():
         prefix, owner = f"optimizer.{name}.", owners.get(stepped(p))
-        values = {}
+        values: dict[str, Any] = {}
         for key in _keys(values_read, prefix):
+            if values_read[key].name.startswith(_NUMBER):
+                values[key.removeprefix(prefix)] = values_read[key].local.item()
+                continue
             if owner is not None and owner.keeps_whole(key.removeprefix(prefix)):
                 values[key.removeprefix(prefix)] = _of_matrix(values_read[key].local, owner)
                 continue
