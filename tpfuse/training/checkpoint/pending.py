@@ -55,6 +55,6 @@ def read_pending(reading: Reading) -> Pending | None:
         key = f"{_PREFIX}{stored_name(name, spec)}"
         if key in reading.stock:
             gradients[p] = as_parameter(as_slice(reading.part(key, name), spec).to(p.device, p.dtype), p)
-    first = next(p for p, *_ in reading.entries.values())
-    dtype = torch.promote_types(first.dtype, torch.float32)
-    return Pending(torch.tensor(float(about["loss"]), dtype=dtype, device=first.device), gradients)
+    parameter = next(p for p, *_ in reading.entries.values())
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    return Pending(torch.tensor(float(about["loss"]), dtype=dtype, device=parameter.device), gradients)

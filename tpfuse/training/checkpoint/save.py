@@ -206,16 +206,16 @@ def _prepare(
         ]
         own = _OWN if stage is None else (*_OWN, _ADAPTERS)
         digests = {key: _digest(value) for key, value in about.items() if key not in own}
-        return _Mine(infos, digests, about[_GROUPS], about.get(_ADAPTERS, {}), stage)
+        return _Mine(infos, digests, about[_GROUPS], adapters=about.get(_ADAPTERS, {}), stage=stage)
 
     replies = ranks.gather(mine)
     nothing = "nothing", ""  # of a key that a rank's meta.json would not have
     for rank, reply in enumerate(replies):
         for key in (replies[0].digests | reply.digests).keys():
-            (first, digest), (value, another) = (r.digests.get(key, nothing) for r in (replies[0], reply))
-            if digest != another:
+            reference, value = (r.digests.get(key, nothing) for r in (replies[0], reply))
+            if value != reference:
                 raise ValueError(
-                    f"{key} must be the same on every rank, got {first} on rank 0 and {value} on rank {rank}"
+                    f"{key} must be the same on every rank, got {reference[0]} on rank 0 and {value[0]} on rank {rank}"
                 )
     check_stages([reply.stage for reply in replies])
     meta[_GROUPS] = merged([reply.groups for reply in replies], [reply.parameters() for reply in replies])

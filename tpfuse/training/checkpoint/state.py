@@ -27,7 +27,8 @@ MAIN = "main_weight"  # among the optimizer's state of a parameter: its fp32 wei
 Entries = dict[str, tuple[nn.Parameter, Spec, TensorParallel]]  # parameters by name
 Stock = Mapping[str, tuple[torch.dtype, Index]]  # what a checkpoint holds: dtype and whole shape by name
 Values = Mapping[str, Piece]  # tensors that were read
-OptimizerState = Mapping[nn.Parameter, dict[str, Any]]  # tensors, and Python's numbers
+StateValues = dict[str, Tensor | float]  # what an optimizer has of a parameter: tensors, and Python's numbers
+OptimizerState = Mapping[nn.Parameter, StateValues]
 Optimizers = Optimizer | Sequence[Optimizer]  # as a caller gives them
 Group = dict[str, Any]  # of an optimizer, as JSON has it: parameters by name
 _RULES: dict[str, Rule] = {
@@ -327,10 +328,10 @@ def optimizer_state(entries: Entries, values_read: Values, owners: Owners) -> Op
         return {}
     groups = [group for optimizer in {o.optimizer: None for o in owners.values()} for group in optimizer.param_groups]
     on_device = {p for g in groups if g.get("capturable") or g.get("fused") for p in g["params"]}
-    state: dict[nn.Parameter, dict[str, Any]] = {}
+    state: dict[nn.Parameter, StateValues] = {}
     for name, (p, spec, _) in entries.items():
         prefix, owner = f"optimizer.{name}.", owners.get(stepped(p))
-        values: dict[str, Any] = {}
+        values: StateValues = {}
         for key in _keys(values_read, prefix):
             if values_read[key].name.startswith(_NUMBER):
                 values[key.removeprefix(prefix)] = values_read[key].local.item()
@@ -375,7 +376,9 @@ def put_optimizers(optimizers: Sequence[Optimizer], state: OptimizerState, group
     owners = owners_of(optimizers)
     for p, values in state.items():
         weight, main = stepped(p), values.pop(MAIN, None)
-        if main is not None and weight is not p:  # else it was written for training with a MainGrad, and this is not
+        if (
+            isinstance(main, Tensor) and weight is not p
+        ):  # else it was written for training with a MainGrad, and this is not
             weight.detach().copy_(main)
         owner = owners.get(weight)
         if owner is not None:
