@@ -1,5 +1,6 @@
 """Processes of this machine: they end with the one that made them."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -25,14 +26,21 @@ def wait(path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_ranks_that_wait(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_ends_ranks_that_wait(tmp_path, number):
+    """They hold the pipe of its output, and no folder is left."""
     (tmp_path / "ends.py").write_text(ENDS.format(path=str(tmp_path / "begun")))
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
-    process = subprocess.Popen([sys.executable, str(tmp_path / "ends.py")], env=environment)
+    (temporary := tmp_path / "temporary").mkdir()
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "TMPDIR": str(temporary)}
+    command = [sys.executable, str(tmp_path / "ends.py")]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, start_new_session=True)
     try:
         while not (tmp_path / "begun").exists() and process.poll() is None:
             time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) != 0 and (tmp_path / "begun").exists()
+        process.send_signal(number)
+        process.communicate(timeout=60)
+        assert process.returncode != 0 and (tmp_path / "begun").exists()
+        assert [path for path in temporary.iterdir() if path.is_dir()] == []
     finally:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

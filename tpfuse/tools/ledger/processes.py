@@ -1,8 +1,12 @@
 """Runs a function on real gloo processes of this machine, one thread each."""
 
+import multiprocessing
+import os
 import pickle
+import shutil
 import signal
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +38,7 @@ def on_ranks(size: int, fn: Callable[..., T], *args: Any) -> T:
 
 
 def _work(rank: int, size: int, folder: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
@@ -42,3 +47,13 @@ def _work(rank: int, size: int, folder: str, fn: Callable[..., Any], args: tuple
         (Path(folder) / "result").write_bytes(pickle.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _end_with_parent(folder: str) -> None:
+    """Ends this rank, and removes the folder, when the process that made it has been killed: the signal that torch asks
+    for then is SIGINT, which ranks ignore."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
