@@ -84,7 +84,7 @@ def _run(args: Namespace) -> int:
     layouts = [Layout(size, sp) for size in args.tp for sp in SEQUENCE_PARALLEL[args.sequence_parallel]]
     batches = random_batches(config, args.batch, args.seq, args.steps)
     result = on_ranks(max(args.tp), _compared, (make, batches, layouts, args.bitwise))
-    if isinstance(result, ValueError):
+    if isinstance(result, ValueError | OSError):
         raise result
     options = dict(model=args.model, dtype=args.dtype, bitwise=args.bitwise)
     cli.print_result(args, str(result), dict(options, same=result.same, layouts=[row.json() for row in result]))
@@ -98,8 +98,8 @@ def random_batches(config: ModelConfig, batch: int, seq: int, steps: int) -> lis
     return [dict(input_ids=ids, labels=ids, step=step, first_sample=0) for step, ids in enumerate(tokens)]
 
 
-def _compared(arguments: tuple[Any, ...]) -> Bits | ValueError:
+def _compared(arguments: tuple[Any, ...]) -> Bits | ValueError | OSError:
     try:
         return compare(*arguments)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         return error
