@@ -74,6 +74,9 @@ def test_layers_of_both_kinds(capsys, tmp_path):
     name = "{}: tpfuse, TP 2 + SP, fastest"
     mlp, experts = (values["activations"][name.format(kind)] for kind in ("MLP", "experts"))
     assert mlp["all_layers"] == 2 * mlp["a_layer"] and experts["all_layers"] == experts["a_layer"]
+    busiest = json.loads(said(capsys, "memory", *argv, "--imbalance", "1.5"))["activations"]
+    assert busiest[name.format("experts")]["a_layer"] > experts["a_layer"]
+    assert {key: busiest[key] for key in busiest if key.startswith("MLP: ")}.items() <= values["activations"].items()
     alone, shared = (json.loads(said(capsys, "dryrun", *argv, *x)) for x in ((), ("--over-replicas",)))
     saved = alone["formulas"]["saved activations (formula: of the layers)"]["formula"]
     assert saved == mlp["all_layers"] + experts["all_layers"]

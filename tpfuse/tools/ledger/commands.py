@@ -215,11 +215,12 @@ class _Case(NamedTuple):
     cp: int = 1
 
     def plan(self, plan: dryrun.Plan) -> dryrun.Plan:
-        """Returns ``plan`` with these choices; without replicas, unless experts are divided among them."""
+        """Returns ``plan`` with these choices; without replicas, unless experts are divided among them, and of a plain
+        layer, which has no experts, without imbalance."""
         dp = plan.dp if plan.over_replicas else 1
         return plan._replace(
             tp=self.tp, dp=dp, sequence_parallel=self.sequence_parallel, saving=self.recompute, full=self.full,
-            cp=self.cp,
+            cp=self.cp, imbalance=plan.imbalance if self.recompute in SAVING else 1.0,
         )  # fmt: skip
 
 
