@@ -8,7 +8,13 @@ from tpfuse.tools.bits import command
 
 @pytest.fixture
 def in_this_process(monkeypatch):
-    monkeypatch.setattr(command, "on_ranks", lambda size, function, *args: function(*args))
+    def on_ranks(size, function, *args):
+        try:
+            return function(*args)
+        except Exception as error:
+            raise RuntimeError("a rank has raised it") from error
+
+    monkeypatch.setattr(command, "on_ranks", on_ranks)
 
 
 @pytest.mark.parametrize("error", [OSError, ValueError])

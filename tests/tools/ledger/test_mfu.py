@@ -61,7 +61,15 @@ def test_nothing_takes_no_time():
 
 
 @pytest.mark.parametrize(
-    "name, peak", [("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA H200", 989e12), ("NVIDIA H100 PCIe", 756e12), ("", None)]
+    "name, peak",
+    [
+        *(("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA A100-PCIE-40GB", 312e12), ("NVIDIA A100 80GB PCIe", 312e12)),
+        *(("NVIDIA H200", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 80GB HBM3", 989e12)),
+        *(("NVIDIA GH200 144G HBM3e", 989e12), ("Tesla V100-SXM2-32GB", 125e12), ("AMD Instinct MI300X", 1307e12)),
+        *(("NVIDIA L4", 121e12), ("NVIDIA L40S", 362e12), ("NVIDIA A10", 125e12)),
+        *((name, None) for name in ("", "NVIDIA L40", "NVIDIA A10G", "NVIDIA RTX A1000 Laptop GPU", "NVIDIA H100 NVL")),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+    ],
 )
 def test_peaks_that_are_known(name, peak):
     assert known_peak(name) == peak

@@ -10,6 +10,7 @@ For a GPT, 72 B s L h^2 (1 + s / 6h + V / 12 L h) and its kin: Narayanan et al. 
 et al. 2022 (arXiv:2205.05198).  MFU and HFU are these over seconds, devices and peak.
 """
 
+import re
 import time
 from collections import deque
 from typing import NamedTuple
@@ -20,23 +21,29 @@ from .shapes import Shape
 from .text import quantity
 
 RECOMPUTE = "none", "selective", "full"
-PEAK = {  # dense 16-bit matrix flops a second, by what is in the device's name
+PEAK = {  # dense 16-bit matrix flops a second, by the device's name without _COMMON
     "GH200": 989e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
     "H100": 989e12,
+    "A100 PCIe": 312e12,
     "A100": 312e12,
     "MI300X": 1307e12,
     "L40S": 362e12,
     "L4": 121e12,
     "A10": 125e12,
+    "V100 PCIe": 112e12,
     "V100": 125e12,
 }
+_COMMON = re.compile(r"NVIDIA|AMD|Instinct|Tesla|SXM\d?|HBM\w+|\d+GB?", re.IGNORECASE)  # words of any peak
 
 
 def known_peak(device_name: str) -> float | None:
-    """Returns the dense 16-bit flops a second of a device; None where they are not known."""
-    return next((peak for name, peak in PEAK.items() if name in device_name), None)
+    """Returns the dense 16-bit flops a second of a device; None where they are not known, as of another variant of a
+    device in the table, or a part of one."""
+    words = (word for word in re.split("[ -]", device_name) if not _COMMON.fullmatch(word))
+    name = " ".join(words).replace("PCIE", "PCIe")
+    return PEAK.get(name)
 
 
 def forward_flops(config: ModelConfig, seq: int, batch: int) -> tuple[int, int, int]:
