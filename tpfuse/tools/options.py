@@ -8,7 +8,10 @@ from .ledger.memory import BY_ELEMENTS, OPTIMIZERS
 from .ledger.presets import PRESETS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-MODEL_HELP = f"local Hugging Face directory, its config.json, or one of {', '.join(PRESETS)}"
+MODEL_HELP = (
+    "local Hugging Face directory with a config.json, that file, or, where no directory has the name, one of"
+    f" {', '.join(PRESETS)}"
+)
 
 
 def add_model(parser: Options, default: str | None = None) -> None:

@@ -1,9 +1,12 @@
 """The command's options and errors, with one rank in this process."""
 
+import json
+
 import pytest
 
 from tpfuse.__main__ import main
 from tpfuse.tools.bits import command
+from tpfuse.tools.ledger.presets import PRESETS
 
 
 @pytest.fixture
@@ -27,3 +30,16 @@ def test_an_error_of_the_ranks_is_one_line(monkeypatch, capsys, in_this_process,
     monkeypatch.setattr(command, "compare", compare)
     assert main(["bits", "gpt-3m", "--tp", "1"]) == 2
     assert capsys.readouterr().err == "tpfuse bits: error: model.safetensors cannot be read\n"
+
+
+def test_weights_stand_beside_the_config(monkeypatch, tmp_path):
+    """Of a directory, whose name may be a preset's, and of its config.json."""
+    monkeypatch.chdir(tmp_path)
+    assert command.weights_of("gpt2") is None
+    (folder := tmp_path / "gpt2").mkdir()
+    (folder / "model.safetensors").touch()
+    assert command.weights_of("gpt2") is None
+    for name in ("config.json", "other.json"):
+        (folder / name).write_text(json.dumps(PRESETS["gpt-3m"]))
+    weights = {name: command.weights_of(name) for name in ("gpt2", "gpt2/config.json", "gpt2/other.json")}
+    assert [path and path.resolve() for path in weights.values()] == [folder, folder, None]

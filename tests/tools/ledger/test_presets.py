@@ -1,5 +1,7 @@
 """Presets against the parameters that their makers publish, tied weights counted once."""
 
+import json
+
 import pytest
 
 from tpfuse.tools.ledger import parameter_count
@@ -64,3 +66,11 @@ def test_a_preset_has_the_published_parameters(name):
 
 def test_every_preset_is_compared():
     assert PRESETS.keys() == PUBLISHED.keys() | OF_PAPERS | OWN
+
+
+def test_a_directory_goes_before_a_preset_of_its_name(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt2").mkdir()
+    assert load_config("gpt2").num_layers == 12
+    (tmp_path / "gpt2" / "config.json").write_text(json.dumps(PRESETS["gpt-3m"]))
+    assert load_config("gpt2") == load_config("gpt2/config.json") == load_config("gpt-3m")

@@ -10,12 +10,12 @@ import torch
 from ...layers.block import SAVING
 from ...models import GPT, Bert, BertConfig, head_options, with_head
 from ...models.config.model import ModelConfig
-from ...models.files.read import INDEX, SINGLE
+from ...models.files.read import CONFIG, INDEX, SINGLE
 from ...models.model import Model
 from ...parallel import BITWISE, TensorParallel
 from .. import command as cli
 from ..command import CommandParser
-from ..ledger.presets import load_config
+from ..ledger.presets import config_file, load_config
 from ..ledger.processes import on_ranks
 from ..options import DTYPES, MODEL_HELP, add_dtype
 from .layouts import Batch, Bits, Layout, compare
@@ -48,7 +48,7 @@ def register(p: CommandParser) -> None:
         "Trains a model for some steps at each layout of ranks, in processes of this machine with one thread each, and"
         " compares every tensor with one process, as integers. The exit code is 1 where bits differ.",
     )
-    p.add_argument("model", metavar="MODEL", help=f"{MODEL_HELP}; weights in the directory are read")
+    p.add_argument("model", metavar="MODEL", help=f"{MODEL_HELP}; weights beside config.json are read")
     p.add_argument(
         "--tp", type=cli.comma_separated(cli.positive), default="1,2,4", metavar="N,..", help="tensor-parallel sizes"
     )
@@ -78,9 +78,8 @@ def _leaves(text: str) -> int | None:
 
 def _run(args: Namespace) -> int:
     """Returns 1 where bits differ, 0 otherwise."""
-    config, folder = load_config(args.model), Path(args.model)
-    stored = any((folder / name).is_file() for name in (SINGLE, INDEX))
-    make = MakeModel(config, folder if stored else None, DTYPES[args.dtype], args.saving)
+    config = load_config(args.model)
+    make = MakeModel(config, weights_of(args.model), DTYPES[args.dtype], args.saving)
     layouts = [Layout(size, sp) for size in args.tp for sp in SEQUENCE_PARALLEL[args.sequence_parallel]]
     batches = random_batches(config, args.batch, args.seq, args.steps)
     result = on_ranks(max(args.tp), _compared, (make, batches, layouts, args.bitwise))
@@ -89,6 +88,14 @@ def _run(args: Namespace) -> int:
     options = dict(model=args.model, dtype=args.dtype, bitwise=args.bitwise)
     cli.print_result(args, str(result), dict(options, same=result.same, layouts=[row.json() for row in result]))
     return 0 if result.same else 1
+
+
+def weights_of(name: str) -> Path | None:
+    """Returns the directory of a model's name or of its config.json, where that has weights, and None otherwise."""
+    config = config_file(name)
+    if config is None or config.name != CONFIG:
+        return None
+    return config.parent if any((config.parent / file).is_file() for file in (SINGLE, INDEX)) else None
 
 
 def random_batches(config: ModelConfig, batch: int, seq: int, steps: int) -> list[Batch]:

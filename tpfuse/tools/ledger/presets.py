@@ -6,6 +6,7 @@ from typing import Any
 from ...models import config_from_hf
 from ...models.config.model import ModelConfig
 from ...models.files.directory import read_json
+from ...models.files.read import CONFIG
 from ..nearest import proposal
 
 Config = dict[str, Any]  # the keys and values of a config.json
@@ -157,21 +158,31 @@ PRESETS = {
 }
 
 
-def load_config(name: str) -> ModelConfig:
-    """Returns the config for a preset's name, a Hugging Face directory or its config.json.
+def config_file(name: str) -> Path | None:
+    """Returns the config.json of the Hugging Face directory that a model's name stands for, or that the name is itself;
+    None for a preset's name, where no directory has it.
 
-    ValueError for a name that is none of them, or a model that is not built.
+    ValueError for a name that is none of them.
     """
     path = Path(name)
+    inside = path / CONFIG
+    if inside.is_file():
+        return inside
     if name in PRESETS:
-        values = PRESETS[name]
-    elif path.exists():
-        path = path / "config.json" if path.is_dir() else path
-        if not path.is_file():
-            raise ValueError(f"model {name!r}: no config.json in that directory")
-        values = read_json(path.parent, path.name)
-    else:
+        return None
+    if not path.exists():
         raise ValueError(
             f"model {name!r} is neither a local config.json nor one of {', '.join(PRESETS)}{proposal(name, PRESETS)}"
         )
-    return config_from_hf(values)
+    if not path.is_file():
+        raise ValueError(f"model {name!r}: no config.json in that directory")
+    return path
+
+
+def load_config(name: str) -> ModelConfig:
+    """Returns the config for a Hugging Face directory, its config.json or a preset's name.
+
+    ValueError for a name that is none of them, or a model that is not built.
+    """
+    path = config_file(name)
+    return config_from_hf(PRESETS[name] if path is None else read_json(path.parent, path.name))
