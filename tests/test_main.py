@@ -243,6 +243,7 @@ ERRORS = {
     "dryrun --model gpt-3m --sweep --tps 3 --ranks 9": "no size of the sweep can be split: tp 3: ",
     "pipeline --stages 64 --micro-batches 2000": "--stages times --micro-batches must be at most 32,768, got 64 x 2000",
     "predict --machine nowhere.json": "calibrate makes it",
+    "calibrate --ranks 1,5000": "calibrate: there must be at most 256 processes on this machine, got 5,000",
 }
 
 

@@ -43,3 +43,20 @@ def test_weights_stand_beside_the_config(monkeypatch, tmp_path):
         (folder / name).write_text(json.dumps(PRESETS["gpt-3m"]))
     weights = {name: command.weights_of(name) for name in ("gpt2", "gpt2/config.json", "gpt2/other.json")}
     assert [path and path.resolve() for path in weights.values()] == [folder, folder, None]
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        ("1,1000", "bits: there must be at most 256 processes on this machine, got 1,000"),
+        ("1,16", "TensorParallel: bitwise=8 leaves are not divisible by tensor-parallel size 16; use size 1, 2, 4 or 8"),
+        ("1,3", "bitwise=8 leaves are not divisible by tensor-parallel size 3"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_before_a_process_starts(monkeypatch, capsys, sizes, message):
+    def on_ranks(*_):
+        raise AssertionError("processes are started")
+
+    monkeypatch.setattr(command, "on_ranks", on_ranks)
+    assert main(["bits", "gpt-3m", "--tp", sizes]) == 2
+    assert message in capsys.readouterr().err

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tpfuse.tools.ledger.processes import on_ranks
+
 ENDS = """
 from tests.tools.ledger.test_processes import wait
 from tpfuse.tools.ledger.processes import on_ranks
@@ -44,3 +46,8 @@ def test_a_signal_ends_ranks_that_wait(tmp_path, number):
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_there_are_not_too_many():
+    with pytest.raises(ValueError, match="on_ranks: there must be at most 256 processes on this machine, got 257"):
+        on_ranks(257, wait, "")

@@ -156,6 +156,8 @@ def test_what_was_not_calibrated():
     with pytest.raises(ValueError, match="over 2 ranks was not calibrated; run python -m tpfuse calibrate --ranks 2"):
         alone = Machine(2, {"float32": {1: Speeds(KINDS, {}, 0.0)}})
         steptime.predict(SMALL, plan(2), alone, batch=4)
+    with pytest.raises(ValueError, match="predict: there must be at most 256 processes on this machine, got 512"):
+        steptime.check(SMALL, [plan(), plan(dp=512)], built(), batch=2048)
     with pytest.raises(ValueError, match="batch=6 is not divisible by dp 2 x micro_batch 2"):
         steptime.predict(SMALL, plan(1, 2, 2), built(), batch=6)
 

@@ -1,6 +1,7 @@
 """``python -m tpfuse bits``: which layouts of a model's ranks have the same bits."""
 
 from argparse import ArgumentTypeError, Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from ...models.model import Model
 from ...parallel import BITWISE, TensorParallel
 from .. import command as cli
 from ..command import CommandParser
+from ..ledger.dryrun import fake_world
+from ..ledger.layer import build
 from ..ledger.presets import config_file, load_config
-from ..ledger.processes import on_ranks
+from ..ledger.processes import check_count, on_ranks
 from ..options import DTYPES, MODEL_HELP, add_dtype
 from .layouts import Batch, Bits, Layout, compare
 
@@ -81,6 +84,7 @@ def _run(args: Namespace) -> int:
     config = load_config(args.model)
     make = MakeModel(config, weights_of(args.model), DTYPES[args.dtype], args.saving)
     layouts = [Layout(size, sp) for size in args.tp for sp in SEQUENCE_PARALLEL[args.sequence_parallel]]
+    check_splits(config, args.tp, args.bitwise)
     batches = random_batches(config, args.batch, args.seq, args.steps)
     result = on_ranks(max(args.tp), _compared, (make, batches, layouts, args.bitwise))
     if isinstance(result, ValueError | OSError):
@@ -96,6 +100,15 @@ def weights_of(name: str) -> Path | None:
     if config is None or config.name != CONFIG:
         return None
     return config.parent if any((config.parent / file).is_file() for file in (SINGLE, INDEX)) else None
+
+
+def check_splits(config: ModelConfig, sizes: Sequence[int], bitwise: int | None) -> None:
+    """Raises ValueError, before a process starts, for tensor-parallel sizes that a model cannot be split over."""
+    check_count("bits", max(sizes))
+    for size in sizes:
+        with fake_world(size) as mesh:
+            tp = TensorParallel(mesh["tp"], bitwise=bitwise)
+            build(config, tp=tp, saving=SAVING[0], dtype=torch.float32)
 
 
 def random_batches(config: ModelConfig, batch: int, seq: int, steps: int) -> list[Batch]:

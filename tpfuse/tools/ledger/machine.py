@@ -26,7 +26,7 @@ from ...models import GPT, GPTConfig
 from ...parallel import TensorParallel
 from .aten import COMMUNICATION, KINDS
 from .layer import default_dtype
-from .processes import on_ranks
+from .processes import check_count, on_ranks
 from .recorder import Entry, Ledger
 from .text import duration, progress, quantity, table
 
@@ -167,7 +167,11 @@ def calibrate(
     seconds: float = 60.0,
     sizes: Sequence[Size] = SIZES,
 ) -> Machine:
-    """Measures this machine, in about ``seconds``; ``worlds`` are the numbers of ranks that run at once."""
+    """Measures this machine, in about ``seconds``; ``worlds`` are the numbers of ranks that run at once.
+
+    ValueError, before anything is measured, for more ranks than this machine's processes may be.
+    """
+    check_count("calibrate", max(worlds))
     tables: dict[str, dict[int, Speeds]] = {}
     runs = list(itertools.product(dtypes, worlds))
     budget = seconds / len(runs)

@@ -16,14 +16,23 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from ...kernels.runtime.errors import check
+
 T = TypeVar("T")
+MOST = 256  # processes: each has its own torch
+
+
+def check_count(caller: str, ranks: int) -> None:
+    """Raises ValueError of ``caller`` for more ranks than MOST."""
+    check(ranks <= MOST, f"{caller}: there must be at most {MOST} processes on this machine, got {ranks:,}")
 
 
 def on_ranks(size: int, fn: Callable[..., T], *args: Any) -> T:
     """Runs fn(*args) on every rank of a world of ``size``; returns rank 0's result.
 
-    ``fn`` and its arguments pickle.
+    ``fn`` and its arguments pickle.  ValueError for more ranks than MOST.
     """
+    check_count("on_ranks", size)
     with tempfile.TemporaryDirectory() as folder:
         # Ctrl-C ends this process, and daemons end with it: by themselves, ranks that wait for one another would not,
         # and those that have just begun would print where.

@@ -22,7 +22,7 @@ from .aten import COMMUNICATION, KINDS
 from .dryrun import Plan, axis_of, fake_world, held_by, planned_model, ranks_of
 from .layer import build, token_ids
 from .machine import Machine, key
-from .processes import on_ranks
+from .processes import check_count, on_ranks
 from .recorder import Entry, Ledger
 from .text import duration, progress, table
 
@@ -154,7 +154,8 @@ class Checked(NamedTuple):
 
 
 def check(config: ModelConfig, plans: list[Plan], machine: Machine, *, batch: int, steps: int = 8) -> list[Checked]:
-    """Predicts the steps and then measures them."""
+    """Predicts the steps and then measures them; ValueError at once for more ranks than may be measured."""
+    check_count("predict", max(plan.ranks for plan in plans))
     predicted = [predict(config, plan, machine, batch=batch) for plan in plans]
     return [
         Checked(p, measure(config, p.plan, batch=batch, steps=steps))
