@@ -8,16 +8,20 @@ import json
 import sys
 
 import pytest
+import torch
 
 from tests.examples.launch import example, ok
 from tests.tools.plan import fake
 from tpfuse.__main__ import main
 from tpfuse.models import GPTConfig
 from tpfuse.plan import Job, best_plans, preset
+from tpfuse.tools import html
+from tpfuse.tools.ledger import layer
 from tpfuse.tools.ledger.presets import PRESETS
 from tpfuse.tools.plan import check, explain, planning
 from tpfuse.tools.plan.devices import DEVICES
 from tpfuse.tools.plan.search import SearchResult, search
+from tpfuse.tools.plan.split import Split
 
 COMMAND = ["plan", "--model", "gpt-3m", "--device", "a100-80gb", "--devices", "2", "--seq", "64", "--global-batch", "4"]
 FEW = ["--fix", "micro_batch=2,saving=fastest,full=no"]
@@ -51,6 +55,7 @@ def test_a_plan_by_hand(capsys):
         (["--devices", "12"], "plan: devices must fill nodes of 8, got 12"),
         (["--cluster", "none.toml"], "--cluster says the devices; leave out --device(s)"),
         (["--check"], "--check runs plans on this machine: give --device here"),
+        (["--explain", "11"], "--explain is one of the 10 fastest plans, got 11"),
         (["--fix", "tp"], "--fix is FIELD=VALUE,.., got 'tp'"),
         (["--fix", "tp=two"], "--fix tp must be a positive integer, got 'two'"),
         (["--fix", "layers=3--4"], "--fix layers must be blocks of each stage, such as 3-4-4-3, got '3--4'"),
@@ -117,6 +122,52 @@ def test_checked_plans_are_spread(monkeypatch):
     monkeypatch.setattr(check, "measure", lambda job, splits: [1, 2, 3, 4])
     assert "rank correlation (Spearman): " in check.checked(plans)
     assert check.correlation([1, 2, 3], [3, 5, 9]) == 1 and check.correlation([1, 2, 3], [3, 2, 1]) == -1
+    one = fake.plans(fixed=dict(tp=2, pp=2))
+    monkeypatch.setattr(check, "measure", lambda job, splits: [1.0] * len(splits))
+    (step,) = check.chosen(one)
+    assert (step.split.tp, step.split.pp) == (2, 2) and "correlation" not in check.checked(one)
+
+
+def test_plans_that_fit_with_fsdp_alone_are_not_checked():
+    plans = fake.plans()
+    plans = plans._replace(costs=plans.costs._replace(limit=0.0))
+    with pytest.raises(ValueError, match="--check runs plans without FSDP, and no such split holds the model"):
+        check.chosen(plans)
+
+
+def test_a_check_that_is_not_possible_is_refused_before_the_search(monkeypatch):
+    with pytest.raises(ValueError, match="leave out sharded=yes of --fix"):
+        check.check_possible(dict(sharded=True), 4)
+    with pytest.raises(ValueError, match="plan --check: there must be at most 256 processes"):
+        check.check_possible({}, 1000)
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    monkeypatch.setattr(check.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="--check needs scipy: pip install tpfuse"):
+        check.check_possible({}, 4)
+
+
+def test_experts_over_replicas_run_in_a_pipeline(ranks):
+    sizes = dict(vocab_size=96, max_positions=64, hidden_size=64, num_layers=2, num_heads=4, tie_embeddings=False)
+    experts = dict(gated=True, activation="silu", mlp_bias=False, num_experts=2, experts_per_token=1)
+    job = Job(GPTConfig(**sizes, **experts), batch=4, seq=8, dtype=torch.float32)
+    split = Split(dp=2, tp=1, pp=2, over_replicas=True, layers=(1, 1))
+    assert all(divided for divided in ranks(4, stepped, job, split))
+
+
+def stepped(world, job, split):
+    """Takes a step, and returns the numbers of experts that the replicas of the models made have divided."""
+    models = []
+
+    def build(*args, **options):
+        models.append(layer.build(*args, **options))
+        return models[-1]
+
+    check.build, original = build, check.build
+    try:
+        check._train(job, split, 1)
+    finally:
+        check.build = original
+    return [model.groups.experts.replicas for model in models] == [2]
 
 
 def plan_of(tmp_path, **fields):
@@ -153,6 +204,13 @@ def test_plans_that_the_example_refuses(tmp_path, monkeypatch, capsys, fields, o
     with pytest.raises(SystemExit, match="2"):
         example("_options").parse()
     assert message in capsys.readouterr().err
+
+
+def test_a_page_that_is_too_large_costs_no_explanation(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(html, "MOST", 10)
+    assert main([*COMMAND, *ONE, "--explain", "1", "--html", str(tmp_path / "plans.html")]) == 2
+    printed = capsys.readouterr()
+    assert "plan 1: " in printed.out and "and at most 10 are allowed" in printed.err
 
 
 def test_files_are_written_before_an_explanation_fails(capsys, tmp_path):

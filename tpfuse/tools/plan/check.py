@@ -1,43 +1,62 @@
-"""Plans against real steps on this machine's processes: the best plan and three others."""
+"""Plans against real steps on this machine's processes: the best plan without FSDP and three others."""
 
 import functools
+import importlib.util
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from ...kernels.runtime.errors import check
 from ...pipeline.placement import Stage
 from ...pipeline.scheduled import schedule
 from ..ledger import steptime
 from ..ledger.dryrun import ranks_of
 from ..ledger.layer import build
-from ..ledger.processes import on_ranks
+from ..ledger.processes import check_count, on_ranks
 from ..ledger.text import duration, progress, table
 from .report import Plans
-from .search import candidates, search
+from .search import Fixed, candidates, search
 from .split import Job, Split
 from .step import StepEstimate, micro_batches
 
-COUNT = 4
+COUNT, STEPS = 4, 5
+
+
+def check_possible(fixed: Fixed, ranks: int) -> None:
+    """Raises ValueError where no plan of these fields over so many ranks can be run here."""
+    sharded = fixed.get("sharded", False)
+    check(not sharded, "plan: --check runs plans without FSDP; leave out sharded=yes of --fix")
+    check_count("plan --check", ranks)
+    check(importlib.util.find_spec("scipy") is not None, "plan: --check needs scipy: pip install tpfuse[plan]")
 
 
 def chosen(plans: Plans) -> list[StepEstimate]:
-    """Returns the best plan and three others: of the best of each dp x cp x tp x pp, evenly from the fastest to the
-    slowest."""
+    """Returns the best plan without FSDP and three others: of the best of each dp x cp x tp x pp that has the fixed
+    fields, evenly from the fastest to the slowest.
+
+    ValueError where there is none.
+    """
     job, devices, steps = plans.job, plans.cluster.devices, list[StepEstimate]()
-    for dp, cp, tp, pp in dict.fromkeys((s.dp, s.cp, s.tp, s.pp) for s in candidates(job, devices, {})):
-        fixed = dict(plans.fixed, dp=dp, cp=cp, tp=tp, pp=pp, sharded=False)
+    fixed = {**plans.fixed, "sharded": False}
+    for dp, cp, tp, pp in dict.fromkeys((s.dp, s.cp, s.tp, s.pp) for s in candidates(job, devices, fixed)):
+        mesh = dict(dp=dp, cp=cp, tp=tp, pp=pp)
         try:
-            steps += search(job, devices, plans.costs, fixed=fixed, keep=1).steps
-        except ValueError:  # the model, or the fixed values, do not allow it
+            result = search(job, devices, plans.costs, fixed={**fixed, **mesh}, keep=1, cache=plans.cache)
+        except ValueError:  # the model does not allow it
             continue
+        if not result.complete:
+            raise KeyboardInterrupt
+        steps += result.steps
+    check(bool(steps), "plan: --check runs plans without FSDP, and no such split holds the model")
     steps.sort(key=lambda step: step.seconds)
     count = min(COUNT, len(steps))
     return [steps[round(i * (len(steps) - 1) / max(1, count - 1))] for i in range(count)]
 
 
 def checked(plans: Plans) -> str:
-    """Runs the chosen plans, and returns a table of predicted and measured seconds with their rank correlation."""
+    """Runs the chosen plans, and returns a table of predicted and measured seconds, of several with their rank
+    correlation."""
     steps = chosen(plans)
     measured = measure(plans.job, [step.split for step in steps])
     rows = [
@@ -52,19 +71,20 @@ def checked(plans: Plans) -> str:
         for s, t in zip(steps, measured, strict=True)
     ]
     text = table(("split", "schedule", "micro-batch", "predicted", "measured", "error"), rows)
-    return f"{text}\nrank correlation (Spearman): {correlation([s.seconds for s in steps], measured):.2f}"
+    text = f"a step of the fastest plans of other meshes, without FSDP, median of {STEPS}:\n{text}"
+    if len(steps) > 1:
+        text += f"\nrank correlation (Spearman): {correlation([s.seconds for s in steps], measured):.2f}"
+    return text
 
 
 def correlation(predicted: list[float], measured: list[float]) -> float:
-    """Returns Spearman's rank correlation; ValueError where scipy is missing."""
-    try:
-        from scipy.stats import spearmanr  # type: ignore[import-untyped, unused-ignore]
-    except ImportError:
-        raise ValueError("plan: --check needs scipy: pip install tpfuse[plan]") from None
-    return float(spearmanr(predicted, measured).statistic) if len(predicted) > 1 else float("nan")
+    """Returns Spearman's rank correlation."""
+    from scipy.stats import spearmanr  # type: ignore[import-untyped, unused-ignore]
+
+    return float(spearmanr(predicted, measured).statistic)
 
 
-def measure(job: Job, splits: list[Split], *, steps: int = 5) -> list[float]:
+def measure(job: Job, splits: list[Split], *, steps: int = STEPS) -> list[float]:
     """Returns the seconds of a step (the median of ``steps``) of each split, one after another on processes of this
     machine of one thread each; all splits have as many ranks."""
     return on_ranks(splits[0].ranks, functools.partial(_measure_all, job, splits, steps))
@@ -85,6 +105,7 @@ def _train(job: Job, split: Split, steps: int) -> float:
         job.config,
         tp=tp,
         dp=mesh["dp"] if split.dp > 1 else None,
+        experts=mesh["dp", "tp"] if split.over_replicas else None,
         saving=split.saving,
         full=split.full,
         dtype=job.dtype,

@@ -23,11 +23,12 @@ from .spans import SpanCache
 from .split import Job, Split
 
 LOCAL = "here"  # the device that is this machine's CPUs
+KEEP = 10  # plans
 _MOST = 64  # largest multiple of the devices at which a model that fits nowhere is tried
 
 
 def best_plans(
-    job: Job, cluster: Cluster, *, fixed: Fixed = NOTHING_FIXED, keep: int = 10, memory_share: float = MEMORY_SHARE
+    job: Job, cluster: Cluster, *, fixed: Fixed = NOTHING_FIXED, keep: int = KEEP, memory_share: float = MEMORY_SHARE
 ) -> Plans:
     """Returns the ``keep`` fastest plans of a job on a cluster, the fastest at the front.
 
@@ -116,7 +117,8 @@ def register(p: CommandParser) -> None:
     )
     output = p.add_argument_group("output")
     add_count(output, "--explain", "print plan N part by part, and what would change the choice")
-    add_flag(output, "--check", "run the best plan and three others, of --device here")
+    text = "run the fastest plans without FSDP of up to four dp x cp x tp x pp that --fix allows, of --device here"
+    add_flag(output, "--check", text)
     output.add_argument("--plot", type=Path, metavar="PNG", help="draw the plans to this file (needs matplotlib)")
     add_html(output, "the plans' parts and passes as a page to this file, whose sliders make passes slower")
     output.add_argument(
@@ -127,7 +129,12 @@ def register(p: CommandParser) -> None:
 def run(args: Namespace) -> int:
     """Prints, draws, writes, explains and checks plans; returns 130 where Ctrl-C has ended the search, 0 otherwise."""
     check(not args.check or args.device == LOCAL, "plan: --check runs plans on this machine: give --device here")
+    check((args.explain or 1) <= KEEP, f"plan: --explain is one of the {KEEP} fastest plans, got {args.explain}")
     config, fixed, cluster = load_config(args.model), fixed_of(args.fix), cluster_of(args)
+    if args.check:
+        from .check import check_possible, checked
+
+        check_possible(fixed, cluster.devices)
     dtype = DTYPES[args.dtype or ("fp32" if cluster.device.name == LOCAL else "bf16")]
     job = Job(config, args.global_batch, args.seq, dtype, optimizer=args.optimizer)
     gc.freeze()  # otherwise each collection visits all objects so far, and a search makes many
@@ -143,18 +150,20 @@ def run(args: Namespace) -> int:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(plans.json(), indent=1))
         print(f"\nwritten to {args.json}")
-    if args.html:  # after the other files: a page that would be too large is an error
-        html.write(page_of(plans), args.html)
-        print(f"\nwritten to {args.html}")
-    if not plans.result.complete:
-        return INTERRUPTED
-    if args.explain is not None:
+    too_large = None
+    if args.html:
+        try:
+            html.write(page_of(plans), args.html)
+            print(f"\nwritten to {args.html}")
+        except ValueError as error:  # which is raised after everything else
+            too_large = error
+    if plans.result.complete and args.explain is not None:
         print(f"\n{explain(plans, args.explain)}")
-    if args.check:
-        from .check import checked
-
+    if plans.result.complete and args.check:
         print(f"\n{checked(plans)}")
-    return 0
+    if too_large is not None:
+        raise too_large
+    return 0 if plans.result.complete else INTERRUPTED
 
 
 def cluster_of(args: Namespace) -> Cluster:
