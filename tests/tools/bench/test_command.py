@@ -213,6 +213,15 @@ def test_a_file_that_cannot_be_written_is_refused_at_once(option, name, tmp_path
     assert f"{name} is a folder, or cannot be written" in capsys.readouterr().err
 
 
+def test_a_folder_of_pictures_that_cannot_be_written_is_refused_at_once(tmp_path, capsys, no_timing):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "file").touch()
+    (tmp_path / "pictures" / "speed.png").mkdir(parents=True)
+    for name, picture in (("file", "roofline.png"), ("pictures", "speed.png")):
+        assert main([*QUICK, "--plot", str(tmp_path / name)]) == 2
+        assert f"{tmp_path / name / picture} is a folder, or cannot be written" in capsys.readouterr().err
+
+
 # ---- JSON ----
 
 
@@ -226,6 +235,12 @@ def test_the_list_as_json(capsys):
     assert main(["--json"]) == 0
     ops = {op["name"]: op for op in json.loads(capsys.readouterr().out)}
     assert set(ops) == set(discover()) and ops["layer_norm"]["axes"] == ["M", "D"]
+
+
+def test_no_file_is_of_the_list(tmp_path, capsys):
+    files = ["--csv", str(tmp_path / "x.csv"), "--plot", str(tmp_path / "x.png"), "--json", str(tmp_path / "x.json")]
+    assert main(files) == 2 and list(tmp_path.iterdir()) == []
+    assert "bench: --csv, --json FILE, --plot without OP: there is nothing to write" in capsys.readouterr().err
 
 
 def test_an_op_is_not_taken_for_the_file_of_json(capsys):

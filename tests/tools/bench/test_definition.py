@@ -109,6 +109,7 @@ WRONG = {
     "another BENCH": ("BENCH = {}", "has as BENCH a dict"),
     "a field": (DOCUMENTED.replace("    inputs=inputs,\n", ""), "missing 1 required positional argument: 'inputs'"),
     "axes": (DOCUMENTED.replace("(512, 768)", "(512,)"), "a shape is a tuple of 2 positive integers, MxD; got (512,)"),
+    "an x": (DOCUMENTED.replace('axes=("M", "D")', 'axes=("max", "D")'), "which no name of one may hold, got 'max'"),
     "no shapes": (DOCUMENTED.replace("((512, 768),)", "()"), "needs at least one of axes and of cpu_shapes"),
     "a module": ("import no_such_module", "does not run: ModuleNotFoundError: No module named 'no_such_module'"),
     "inputs": (

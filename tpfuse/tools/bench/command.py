@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...kernels.runtime.errors import check
 from ...kernels.runtime.rules import NOT_NEGATIVE, check_number
 from ..command import INTERRUPTED, CommandParser, add_number, unknown
 from . import output, plots
@@ -185,6 +186,9 @@ def run(args: Namespace) -> int:
     """Runs the command; returns 0, 1 where a row is wrong or there is none, and 130 after Ctrl-C, which prints and
     writes the rows so far."""
     if not args.ops:
+        files = {"--csv": args.csv, "--json FILE": _json_file(args), "--plot": args.pictures}
+        written_to = [option for option, path in files.items() if path]
+        check(not written_to, f"bench: {', '.join(written_to)} without OP: there is nothing to write")
         print(json.dumps(listed(), indent=1) if args.json else listing())
         return 0
     request = requested(args)

@@ -9,10 +9,11 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from ..command import check_picture, picture_formats
+from ..command import check_file, check_picture, picture_formats
 from .roofline import Card
 from .run import Row
 
+PICTURES = "roofline.png", "speed.png"  # in a folder
 SIDE_BY_SIDE = 4  # panels
 CURVES = {"us a call": ("p50_us", "p20_us", "p80_us"), "speed-up over": ("speedup", "speedup_p20", "speedup_p80")}
 
@@ -22,6 +23,9 @@ def check(path: pathlib.Path) -> None:
     in a file that cannot be written."""
     if is_picture(path):
         check_picture(path, "; a folder that does not exist yet has no suffix")
+    else:
+        for name in PICTURES:
+            check_file(path / name)
     picture_formats()
 
 
@@ -41,7 +45,7 @@ def draw(rows: Sequence[Row], card: Card, path: pathlib.Path, axis: str | None =
         return []
     panels = len({_panel(row, axis) for row in rows})
     across = min(SIDE_BY_SIDE, panels)
-    sizes = {"roofline.png": (9.0, 6.0), "speed.png": (max(4.0 * across, 6.0), 5.0 * -(-panels // across))}
+    sizes = dict(zip(PICTURES, ((9.0, 6.0), (max(4.0 * across, 6.0), 5.0 * -(-panels // across))), strict=True))
     if axis or not any(row["bytes"] for row in rows):
         del sizes["roofline.png"]
     if is_picture(path):
