@@ -350,6 +350,28 @@ def test_a_wrong_kernel_is_marked_and_the_command_fails(monkeypatch, tmp_path, c
     assert "WRONG: 1 of 2 rows" in printed.err
 
 
+def fails(*_):
+    raise RuntimeError("no kernel of it runs here")
+
+
+@pytest.mark.parametrize("provider, code", [("tpfuse", 1), ("torch", 0)])
+def test_tpfuse_must_run_and_others_may_be_left_out(monkeypatch, tmp_path, capsys, small_card, provider, code):
+    bench = load("layer_norm")
+    monkeypatch.setitem(bench.providers, provider, fails)
+    monkeypatch.setattr(run, "Errors", fails)  # whose truth is torch's
+    assert main([*QUICK, "--json", str(tmp_path / "rows.json")]) == code
+    error, made = capsys.readouterr().err, json.loads((tmp_path / "rows.json").read_text())
+    line = f"layer_norm 8x32 fp32 fwd: {provider} is left out: no kernel of it runs here"
+    assert line in made["notes"] and line in error and len(made["rows"]) == 1
+    assert ("FAILED: errors of tpfuse itself: 1" in error) == (provider == "tpfuse")
+
+
+def test_an_op_without_a_backward_does_not_fail(capsys, small_card):
+    options = ["--dtype", "fp32", "--device", "cpu", "--seconds", "0", "--providers", "tpfuse"]
+    assert main(["sparse", "--shape", "8x32x32x8x50", "--mode", "fwd,bwd", *options]) == 0
+    assert "tpfuse is left out: no output of it has a gradient" in capsys.readouterr().err
+
+
 # ---- errors ----
 
 WRONG = {
