@@ -34,7 +34,8 @@ STANDARD = {"GPU": "shapes", "CPU": "cpu_shapes"}
 DETAILS = """Times kernels alone, at any shape: every op, or one of a file of your own, against plain torch,
 torch.compile and, where it is installed, Liger Kernel. Without OP: the ops, their axes, standard shapes and providers.
 A row gives the time (median, 20 % and 80 % quantiles), the speed-up over the baseline, measured turn by turn, the error
-against fp64 and its limit, beyond which the row says WRONG and the exit code is 1, TFLOP/s and GB/s of the same counted
+against fp64 and its limit, beyond which the row says WRONG and the exit code is 1 (as it is where tpfuse raises an
+error; others are then left out), TFLOP/s and GB/s of the same counted
 work for every provider, the share of this device's measured roofline and what that is of (memory, matrix products;
 cache: the inputs may have come from there, and the share is left out), what a call adds to memory, registers, spills,
 and the path: the kernels, or "by torch". Such as: bench layer_norm --dtype bf16 --shape 8192x4096 --providers
@@ -183,8 +184,8 @@ def _json_file(args: Namespace) -> Path | None:
 
 
 def run(args: Namespace) -> int:
-    """Runs the command; returns 0, 1 where a row is wrong or there is none, and 130 after Ctrl-C, which prints and
-    writes the rows so far."""
+    """Runs the command; returns 0, 1 where a row is wrong, tpfuse fails or there is no row, and 130 after Ctrl-C, which
+    prints and writes the rows so far."""
     if not args.ops:
         files = {"--csv": args.csv, "--json FILE": _json_file(args), "--plot": args.pictures}
         written_to = [option for option, path in files.items() if path]
@@ -192,7 +193,7 @@ def run(args: Namespace) -> int:
         print(json.dumps(listed(), indent=1) if args.json else listing())
         return 0
     request = requested(args)
-    results, card, code = Results([], request.notes), None, None
+    results, card, code = Results([], request.notes, []), None, None
     try:
         progress(f"measuring {card_name(request.device)}")
         card = measure_card(request.device, {dtype: DTYPES[dtype] for dtype in request.dtypes})
@@ -208,7 +209,9 @@ def run(args: Namespace) -> int:
     wrong = sum(row["wrong"] is True for row in results.rows)
     if wrong:
         print(f"WRONG: {wrong} of {len(results.rows)} rows are beyond the limit of their errors", file=sys.stderr)
-    return code or int(wrong > 0 or not results.rows)
+    if results.failed:
+        print(f"FAILED: errors of tpfuse itself: {len(results.failed)}", file=sys.stderr)
+    return code or int(wrong > 0 or bool(results.failed) or not results.rows)
 
 
 def report(args: Namespace, results: Results, card: Card, *, cache: int) -> None:

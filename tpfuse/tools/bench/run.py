@@ -23,6 +23,7 @@ COLUMNS = (
     "op axes shape dtype mode provider wrong error limit p20_us p50_us p80_us baseline speedup speedup_p20 speedup_p80"
     " tflops gbs roofline bound bytes flops peak_mib registers spills timed path"
 ).split()
+OURS = "tpfuse"  # the provider that must run
 PEERS = {"liger": "liger_kernel"}  # provider -> the package it needs
 Row = dict[str, Any]
 Inputs = tuple[Any, ...]
@@ -65,10 +66,11 @@ class Setting:
 
 
 class Results(NamedTuple):
-    """Rows with the keys COLUMNS, and a line for everything that could not be had."""
+    """Rows with the keys COLUMNS, and a line for everything that could not be had; ``failed``: those of tpfuse."""
 
     rows: list[Row]
     notes: list[str]
+    failed: list[str]
 
 
 def available(bench: Bench, wanted: Sequence[str] | None) -> tuple[list[str], list[str]]:
@@ -95,6 +97,9 @@ def provider(bench: Bench, name: str) -> Provider:
 # ---- the calls ----
 
 
+class NoBackward(ValueError): ...
+
+
 def outputs_of(fn: Provider, inputs: Inputs, p: float | None) -> tuple[Tensor, ...]:
     result = fn(*inputs) if p is None else fn(*inputs, p=p)
     return tuple(y for y in (result if isinstance(result, tuple) else (result,)) if isinstance(y, Tensor))
@@ -110,14 +115,14 @@ def output_gradients(outputs: tuple[Tensor, ...], random: Random) -> list[Tensor
 
 
 def calls(fn: Provider, sets: list[Inputs], p: float | None, mode: str, random: Random) -> Callable[[int], object]:
-    """Returns the call of one mode, by the number of the set of inputs; ValueError for a backward that there is none
+    """Returns the call of one mode, by the number of the set of inputs; NoBackward for a backward that there is none
     of."""
     if mode == "fwd":
         return lambda i: outputs_of(fn, sets[i], p)
     leaves = [[t for t in inputs if t.requires_grad] for inputs in sets]
     forward = lambda i: differentiable(outputs_of(fn, sets[i], p))
     if not (first := forward(0)):
-        raise ValueError("no output of it has a gradient")
+        raise NoBackward("no output of it has a gradient")
     if mode == "bwd":
         forwards = [first, *map(forward, range(1, len(sets)))]
         dys = [output_gradients(outputs, random) for outputs in forwards]
@@ -190,7 +195,7 @@ class Errors:
 
 def measure(case: BenchCase, setting: Setting, results: Results | None = None) -> Results:
     """Measures a case.  Rows are added to ``results`` as they come, so that an interrupt leaves them there."""
-    results = Results([], []) if results is None else results
+    results = Results([], [], []) if results is None else results
     with side_stream(setting.device), functorch.patch(donated_buffer=False):  # so that a compiled graph can be kept
         _Measurement(case, setting, results).run()
     return results
@@ -244,7 +249,8 @@ class _Measurement:
         peaks, counts = {}, {}
         for name, fn in self.fns.items():
             self.setting.say(f"{self.case} {mode}: {name} warms up")
-            with attempt(f"{self.case} {mode}: {name} is left out", self.notes):
+            failed = self.results.failed if name == OURS else None
+            with attempt(f"{self.case} {mode}: {name} is left out", self.notes, failed=failed):
                 call = self.call(fn, mode)
                 counts[name] = self.counted(name, call)
                 call(0)
@@ -313,14 +319,19 @@ def durations(timing: Timing, baseline: Timing | None) -> Row:
 
 
 @contextlib.contextmanager
-def attempt(failure: str, notes: list[str], *, but: type[Exception] | tuple[()] = ()) -> Iterator[None]:
-    """Makes a failure a line: one provider that does not run must not cost the others.  ``but`` is let through."""
+def attempt(
+    failure: str, notes: list[str], *, failed: list[str] | None = None, but: type[Exception] | tuple[()] = ()
+) -> Iterator[None]:
+    """Makes a failure a line, also of ``failed`` unless there is no backward: one provider that does not run must not
+    cost the others.  ``but`` is let through."""
     try:
         yield
     except but:
         raise
     except Exception as error:
         notes.append(f"{failure}: {next(iter(str(error).splitlines()), type(error).__name__)}")
+        if failed is not None and not isinstance(error, NoBackward):
+            failed.append(notes[-1])
 
 
 def speed(counted: CallCount | None, dtype: str, seconds: float, card: Card) -> Row:
