@@ -8,7 +8,9 @@ import torch
 from torch.multiprocessing import start_processes
 
 from tests.forking import START_METHOD, forking
+from tpfuse.__main__ import main
 from tpfuse.models import GPTConfig
+from tpfuse.models.files import disk
 from tpfuse.tools.ledger import machine, processes, steptime
 from tpfuse.tools.ledger.dryrun import Plan, run
 from tpfuse.tools.ledger.machine import Line, Machine, Speeds, fit
@@ -138,9 +140,34 @@ def test_a_machine_goes_to_a_file_and_back(tmp_path):
     assert "overhead of an op" in str(before)
 
 
+def test_a_machine_is_written_whole_or_not_at_all(monkeypatch, capsys, tmp_path):
+    """By way of a link, too; what was measured is printed before."""
+    (tmp_path / "machine.json").symlink_to("real.json")
+    before = built()
+    before.save(tmp_path / "machine.json")
+    assert Machine.load(tmp_path / "real.json") == before
+
+    def full(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(disk.os, "replace", full)
+    monkeypatch.setattr(machine, "calibrate", lambda *_, **__: built(overhead=1.0))
+    assert main(["calibrate", "--out", str(tmp_path / "machine.json")]) == 2
+    assert "overhead of an op" in capsys.readouterr().out
+    assert Machine.load(tmp_path / "machine.json") == before and len(list(tmp_path.iterdir())) == 2
+
+
 @pytest.mark.parametrize(
     "text, message",
-    [(None, "does not exist"), ("{}", "is not what calibrate writes"), ('{"version": 0}', "of version 0")],
+    [
+        (None, "does not exist"),
+        *((text, "is not what calibrate writes") for text in ("{}", "[]", "no JSON")),
+        ('{"version": 0}', "of version 0"),
+        ('{"version": 2, "cores": 2, "tables": []}', "is not what calibrate writes"),
+        ('{"version": 2, "cores": 2, "tables": {}}', "tables must not be empty"),
+        ('{"version": 2, "cores": 2, "tables": {"float32": {}}}', "tables must not be empty"),
+        ('{"version": 2, "cores": 0, "tables": {}}', "cores must be at least 1, got 0"),
+    ],
 )
 def test_a_file_that_is_no_machine(tmp_path, text, message):
     path = tmp_path / "machine.json"

@@ -22,7 +22,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from ...kernels.runtime.errors import check
+from ...kernels.runtime.rules import COUNT, check_number
 from ...models import GPT, GPTConfig
+from ...models.files.disk import write_whole
 from ...parallel import TensorParallel
 from .aten import COMMUNICATION, KINDS
 from .layer import default_dtype
@@ -93,34 +96,45 @@ class Machine(NamedTuple):
         shared = lambda n: max(1.0, n / self.cores)
         return worlds[nearest], shared(ranks) / shared(nearest)
 
-    def save(self, path: Path) -> None:
-        """Writes a file that :meth:`load` reads."""
+    def json(self) -> dict[str, object]:
+        """Returns plain values, of which :meth:`save` makes a file."""
         tables = {
             dtype: {str(w): table._asdict() for w, table in worlds.items()} for dtype, worlds in self.tables.items()
         }
+        return dict(version=VERSION, cores=self.cores, tables=tables)
+
+    def save(self, path: Path) -> None:
+        """Writes a file that :meth:`load` reads, whole or not at all; a device is written as it is."""
+        text = json.dumps(self.json(), indent=1)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(dict(version=VERSION, cores=self.cores, tables=tables), indent=1))
+        if path.exists() and not path.is_file():
+            path.write_text(text)
+        else:
+            write_whole(path.resolve(), text.encode())
 
     @classmethod
     def load(cls, path: Path) -> "Machine":
-        """Reads a file that :meth:`save` wrote; ValueError where there is none or it is another version's."""
+        """Reads a file that :meth:`save` wrote; ValueError where there is none, and for another version's or any other
+        contents."""
         if not path.is_file():
             raise ValueError(f"machine: {path} does not exist; python -m tpfuse calibrate makes it in about a minute")
+        again = "run python -m tpfuse calibrate again"
         try:
             values = json.loads(path.read_text())
-            if values["version"] != VERSION:
-                raise ValueError(
-                    f"machine: {path} is of version {values['version']}, not {VERSION}; run python -m tpfuse calibrate"
-                    " again"
-                )
-            lines = lambda group: {name: Line(*numbers) for name, numbers in group.items()}
-            read = lambda t: Speeds(lines(t["ops"]), lines(t["messages"]), t["overhead"])
-            tables = {dtype: {int(w): read(t) for w, t in worlds.items()} for dtype, worlds in values["tables"].items()}
-            return cls(values["cores"], tables)
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError(
-                f"machine: {path} is not what calibrate writes ({error!r}); run python -m tpfuse calibrate again"
-            ) from None
+            version, machine = values["version"], None
+            if version == VERSION:
+                lines = lambda group: {name: Line(*map(float, numbers)) for name, numbers in group.items()}
+                read = lambda t: Speeds(lines(t["ops"]), lines(t["messages"]), float(t["overhead"]))
+                table = lambda worlds: {int(w): read(t) for w, t in worlds.items()}
+                tables = {dtype: table(worlds) for dtype, worlds in values["tables"].items()}
+                check_number("cores", values["cores"], COUNT)
+                check(bool(tables) and all(tables.values()), "tables must not be empty")
+                machine = cls(values["cores"], tables)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"machine: {path} is not what calibrate writes ({error!r}); {again}") from None
+        if machine is None:
+            raise ValueError(f"machine: {path} is of version {version}, not {VERSION}; {again}")
+        return machine
 
     def __str__(self) -> str:
         rate = lambda slope, unit: quantity(1 / slope, unit) if slope else "-"

@@ -1,6 +1,5 @@
 """Speeds on the command line: ``mfu``, ``calibrate`` and ``predict``."""
 
-import json
 from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import Any
@@ -101,8 +100,10 @@ def register_calibrate(p: CommandParser) -> None:
 
 def _run_calibrate(args: Namespace) -> None:
     measured = machine.calibrate([DTYPES[name] for name in args.dtype], args.ranks, seconds=args.seconds)
-    measured.save(args.out)
-    cli.print_result(args, f"{measured}\nwritten to {args.out}", json.loads(args.out.read_text()))
+    cli.print_result(args, str(measured), measured.json())
+    measured.save(args.out)  # after what was measured is printed: the disk may be full
+    if not args.json:
+        print(f"written to {args.out}")
 
 
 def register_predict(p: CommandParser) -> None:
