@@ -26,7 +26,7 @@ def run(job: str, context: Context) -> None:
     mine = ["compile"] if compiled else [who for who in bench.names if who != "compile" and who not in PEERS]
     modes = ["fwd", "bwd", "step"] if bench.name in LOSSES else ["fwd", "bwd"]
     setting = Setting(card_of(context), context.device, 0.0 if context.tiny else SECONDS, keep=context.emit)
-    measured_rows, notes = measure(BenchCase(bench, shape, "bf16", modes, mine), setting)
+    measured_rows, notes, _ = measure(BenchCase(bench, shape, "bf16", modes, mine), setting)
     for note in notes:
         context.emit(dict(note=note))
     if not measured_rows:

@@ -58,7 +58,7 @@ def test_inputs_that_fit_into_the_cache_are_marked(monkeypatch, cache, marked):
     """64 rows of 4 KiB: 128 sets of them are 32 MiB."""
     monkeypatch.setattr(timing, "cache_bytes", lambda _: cache)
     slow = dataclasses.replace(HERE, card=Card("a card", 1e9, {"fp32": 10.0}))  # no call is faster than its memory
-    rows, _ = measure(BenchCase(LAYER_NORM, (64, 1024), "fp32", ["fwd", "bwd"], ["torch"]), slow)
+    rows, *_ = measure(BenchCase(LAYER_NORM, (64, 1024), "fp32", ["fwd", "bwd"], ["torch"]), slow)
     assert [row["bound"] for row in rows] == ["cache" if marked else "memory"] * 2
     assert ["cache" in line for line in output.cached(rows, cache)] == [True] * marked
 
@@ -67,7 +67,7 @@ def test_a_table_counts_as_far_as_it_is_read(monkeypatch):
     """Two sets of a table of 4 MiB fill a cache of 2 MiB, but the rows that are looked up do not."""
     monkeypatch.setattr(timing, "cache_bytes", lambda _: 2 << 20)
     slow = dataclasses.replace(HERE, card=Card("a card", 1e9, {"fp32": 10.0}))
-    rows, _ = measure(BenchCase(load("embedding"), (1 << 15, 4, 32), "fp32", ["fwd"], ["torch"]), slow)
+    rows, *_ = measure(BenchCase(load("embedding"), (1 << 15, 4, 32), "fp32", ["fwd"], ["torch"]), slow)
     assert [row["bound"] for row in rows] == ["cache"]
 
 
@@ -137,7 +137,7 @@ def fails(*_):
 
 def test_a_provider_that_fails_costs_the_others_nothing():
     bench = dataclasses.replace(LAYER_NORM, providers=LAYER_NORM.providers | dict(broken=fails))
-    rows, notes = measure(BenchCase(bench, (4, 8), "fp32", ["fwd", "bwd"], ["broken", "tpfuse", "torch"]), HERE)
+    rows, notes, _ = measure(BenchCase(bench, (4, 8), "fp32", ["fwd", "bwd"], ["broken", "tpfuse", "torch"]), HERE)
     assert [(row["mode"], row["provider"]) for row in rows] == [
         (m, p) for m in ("fwd", "bwd") for p in ("tpfuse", "torch")
     ]
@@ -149,7 +149,7 @@ def test_a_forward_alone_is_timed_and_judged():
     """A kernel that autograd does not see has no backward, and its values are compared."""
     alone = lambda x, w, b: F.layer_norm(x.detach(), w.shape, w.detach(), b.detach())
     bench = dataclasses.replace(LAYER_NORM, providers=dict(mine=alone, torch=LAYER_NORM.providers["torch"]))
-    rows, notes = measure(BenchCase(bench, (4, 8), "fp32", ["fwd", "bwd"], ["mine", "torch"]), HERE)
+    rows, notes, _ = measure(BenchCase(bench, (4, 8), "fp32", ["fwd", "bwd"], ["mine", "torch"]), HERE)
     assert [(r["mode"], r["provider"], r["wrong"]) for r in rows] == [
         ("fwd", "mine", False),
         ("fwd", "torch", False),
@@ -161,16 +161,16 @@ def test_a_forward_alone_is_timed_and_judged():
 def test_speed_ups_are_over_the_baseline():
     providers = dict(a=LAYER_NORM.providers["tpfuse"], b=LAYER_NORM.providers["torch"])
     bench = dataclasses.replace(LAYER_NORM, providers=providers, baseline="b")
-    rows, notes = measure(BenchCase(bench, (4, 8), "fp32", ["fwd"], ["a", "b"]), HERE)
+    rows, notes, _ = measure(BenchCase(bench, (4, 8), "fp32", ["fwd"], ["a", "b"]), HERE)
     assert [row["speedup"] for row in rows][1] == 1.0 and notes == []
     assert 0 < rows[0]["speedup_p20"] <= rows[0]["speedup"] <= rows[0]["speedup_p80"]
     assert {row["baseline"] for row in rows} == {"b"} and all(row["bytes"] for row in rows)
-    (row,), _ = measure(BenchCase(bench, (4, 8), "fp32", ["fwd"], ["a"]), HERE)
+    (row,), *_ = measure(BenchCase(bench, (4, 8), "fp32", ["fwd"], ["a"]), HERE)
     assert row["speedup"] is None
 
 
 def test_bytes_are_those_of_tpfuse_for_everybody():
-    rows, notes = measure(BenchCase(LAYER_NORM, (4, 8), "fp32", ["fwd"], ["torch"]), HERE)
+    rows, notes, _ = measure(BenchCase(LAYER_NORM, (4, 8), "fp32", ["fwd"], ["torch"]), HERE)
     x, *vectors = LAYER_NORM.inputs(random(), 4, 8)
     with count() as counted:
         LAYER_NORM.providers["tpfuse"](x, *vectors)
@@ -204,7 +204,7 @@ def test_on_a_gpu(tmp_path):
     bench, device = load("reduce_bias_dropout_add_norm"), torch.device("cuda")
     card = measure_card(device, {"bf16": torch.bfloat16}, copy_mib=256, side=2048)
     case = BenchCase(bench, (1, 512, 1024), "bf16", ["fwd", "bwd", "step"], ["tpfuse", "torch"])
-    rows, notes = measure(case, Setting(card, device, 0.05))
+    rows, notes, _ = measure(case, Setting(card, device, 0.05))
     assert notes == [] and len(rows) == 6 and {row["timed"] for row in rows if row["mode"] != "step"} == {"graph"}
     for row in rows:
         assert row["p50_us"] > 0 and row["peak_mib"] > 0 and row["roofline"] < 2

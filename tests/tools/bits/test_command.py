@@ -49,7 +49,7 @@ def test_weights_stand_beside_the_config(monkeypatch, tmp_path):
     "sizes, message",
     [
         ("1,1000", "bits: there must be at most 256 processes on this machine, got 1,000"),
-        ("1,16", "TensorParallel: bitwise=8 leaves are not divisible by tensor-parallel size 16; use size 1, 2, 4 or 8"),
+        ("1,16", "bitwise=8 leaves are not divisible by tensor-parallel size 16; use size 1, 2, 4 or 8"),
         ("1,3", "bitwise=8 leaves are not divisible by tensor-parallel size 3"),
     ],
 )

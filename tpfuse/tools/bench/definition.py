@@ -100,7 +100,7 @@ class Bench:
             raise ValueError(f"{subject} needs at least one of axes and of cpu_shapes")
         for axis in self.axes:
             if "x" in axis:
-                raise ValueError(f"{subject}: axes are written joined by x, which no name of one may hold, got {axis!r}")
+                raise ValueError(f"{subject}: axes are written joined by x, which no name may hold, got {axis!r}")
         for shape in (*self.shapes, *self.cpu_shapes):
             valid = isinstance(shape, tuple) and all(isinstance(size, int) and size > 0 for size in shape)
             if not valid or len(shape) != len(self.axes):
