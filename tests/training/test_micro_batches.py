@@ -73,6 +73,18 @@ def compare(ranks, kind, dtype, layouts, *args):
             assert_same_bits(one, result)
 
 
+def compiled(model, mesh):
+    """A graph is there already, of a call outside of the replica."""
+    model.compile(backend="eager")
+    ids = torch.zeros(1, SEQ, dtype=torch.int64)
+    model(ids, labels=ids, step=0, first_sample=0).loss.backward()
+    model.zero_grad()
+
+
+def test_a_compiled_model_has_the_bits_of_an_eager_one(ranks):
+    compare(ranks, "gpt2", torch.float32, [(1, 1)], compiled)
+
+
 def test_every_split_has_the_bits_of_one_process(ranks):
     compare(ranks, "gpt2 odd", torch.float32, [(2, 2)])
 

@@ -123,7 +123,7 @@ class GradientTrees:
 # ---- a tied weight ----
 
 TakeGradient = Callable[[nn.Parameter, Tensor], bool]  # whether it has taken it
-_takers: "weakref.WeakKeyDictionary[nn.Module, TakeGradient]" = weakref.WeakKeyDictionary()  # of calls that run
+_TAKER = "_tpfuse_take_gradient"  # an attribute of the model while a call runs: compiled graphs depend on it
 
 
 class _Apart(Function):
@@ -144,17 +144,23 @@ class _Apart(Function):
 def taking_head_gradients(model: nn.Module, take: TakeGradient) -> Iterator[None]:
     """Hands the gradient that a model's head has for a tied weight, by calls in here, to ``take``, before it is added
     to the other's."""
-    _takers[model] = take
+    setattr(model, _TAKER, take)
     try:
         yield
     finally:
-        del _takers[model]
+        delattr(model, _TAKER)
 
 
 def apart(model: nn.Module, weight: nn.Parameter) -> Tensor:
     """Returns the embedding's weight as the head of ``model`` uses it."""
-    take = _takers.get(model)
-    return local(weight) if take is None else _Apart.apply(local(weight), weight, take)
+    take = getattr(model, _TAKER, None)
+    return local(weight) if take is None else _taken_apart(weight, take)
+
+
+@torch.compiler.disable  # a graph has no place for what its backward pass calls
+def _taken_apart(weight: nn.Parameter, take: TakeGradient) -> Tensor:
+    x: Tensor = _Apart.apply(local(weight), weight, take)
+    return x
 
 
 def micro_batches_of(model: nn.Module) -> int | None:
