@@ -177,6 +177,19 @@ def test_mfu_counts_the_positions_that_a_model_has(capsys):
     assert said(capsys, *argv) == said(capsys, *argv, "--seq", "1024")
 
 
+@pytest.mark.parametrize("command", ["ledger", "predict", "plan"])
+def test_positions_that_nobody_gave_are_no_more_than_the_models(capsys, tmp_path, command):
+    sizes = dict(vocab_size=96, n_positions=48, n_embd=32, n_layer=2, n_head=4)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"} | sizes))
+    built(overhead=1e-5).save(tmp_path / "machine.json")
+    more = {
+        "ledger": [str(tmp_path)],
+        "predict": ["--model", str(tmp_path), "--choices", "1x1", "--machine", str(tmp_path / "machine.json")],
+        "plan": ["--model", str(tmp_path), "--devices", "1", "--device", "h100"],
+    }
+    assert said(capsys, command, *more[command]) == said(capsys, command, *more[command], "--seq", "48")
+
+
 def test_a_sweep_names_a_size_that_divides_no_number_of_ranks(capsys):
     argv = "dryrun", "--model", "gpt-3m", "--seq", "64", "--sweep", "--tps", "2,3", "--ranks", "2"
     note = "divides none of the numbers of ranks"
@@ -232,9 +245,11 @@ ERRORS = {
     "plan --model gpt2 --devices 8 --device rtx4090": "got 'rtx4090'; a TOML file describes any other",
     "ledger bert-large --ms 1": "--ms and --bandwidth go together",
     "mfu --model gpt2": "--model needs --batch and --seconds too",
-    "mfu --batch 8 --seconds 2": "--batch, --seq, --seconds and --peak-tflops need --model too",
+    "mfu --batch 8 --seconds 2": "--devices, --device, --peak-tflops and --recompute need --model too",
     "mfu --model bert-large --batch 8 --seconds 1 --seq 100000": "100000 positions are more than the model's",
     "layouts --model bert-large --seq 100000": "100000 positions are more than the model's max_positions=512",
+    "mfu --devices 64": "--devices, --device, --peak-tflops and --recompute need --model too",
+    "dryrun --model gpt-3m --sweep --tp 2": "--sweep takes --tps and --ranks in place of --tp and --dp",
     "ledger gpt2 --seq 2048": "error: ledger: 2048 positions are more than the model's max_positions=1024",
     "ledger gpt2 --batch 1000000 --seq 1024": "at most 268,435,456 tokens, got 1,000,000 sequences of 1,024",
     "memory --model gpt-3m --micro-batch 1000000": "at most 268,435,456 tokens, got 1,000,000 sequences of 512",

@@ -91,7 +91,7 @@ GENERATE = {
     "top_p": FLOATS | {"0": 0.0, "above 1": 1.1},
     "top_k": INTEGERS | {"-1": -1},
     "repetition_penalty": FLOATS | {"0": 0.0, "huge": 1e300},
-    "eos_token_id": INTEGERS | {"-1": -1, "inside": [1, 1.5], "tensor": T(1)},
+    "eos_token_id": INTEGERS | {"-1": -1, "inside": [1, 1.5], "tensor": T(1.5)},
     "pad_token_id": INTEGERS | {"2**63": 1 << 63},
     "seed": INTEGERS | {"2**64": 1 << 64},
     "min_p": FLOATS | {"above 1": 1.1},

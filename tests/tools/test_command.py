@@ -1,6 +1,7 @@
 """The command line: every option of every command is explained, types of values, the list of commands."""
 
 import argparse
+import io
 import os
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from tpfuse.__main__ import parser
 from tpfuse.tools import command
+from tpfuse.tools.ledger.text import progress
 
 COMMANDS = next(a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))
 QUIET = None, False, argparse.SUPPRESS  # values of an option that is not set
@@ -109,6 +111,27 @@ def test_ctrl_c_is_one_line(planted, capsys):
 
     assert planted(interrupted) == 130
     assert capsys.readouterr().err == "tpfuse planted: interrupted\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def working(_):
+    for _ in progress(range(3), "working", long=True):
+        raise ValueError("too large")
+
+
+def test_an_error_stands_in_the_place_of_a_line_of_progress(planted, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    assert planted(working) == 2
+    assert terminal.getvalue().rpartition(command.CLEAR)[2] == "tpfuse planted: error: too large\n"
+
+
+def test_nothing_is_printed_elsewhere_where_stderr_is_closed(planted, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stderr", None)  # as by 2>&-
+    assert planted(working) == 2 and capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("lines", [1, 100_000], ids=["at the end", "midway"])

@@ -13,6 +13,7 @@ may be on stages of two ranks.
 """
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -144,6 +145,7 @@ class _Apart(Function):
 def taking_head_gradients(model: nn.Module, take: TakeGradient) -> Iterator[None]:
     """Hands the gradient that a model's head has for a tied weight, by calls in here, to ``take``, before it is added
     to the other's."""
+    _prepare_graphs()
     setattr(model, _TAKER, take)
     try:
         yield
@@ -157,10 +159,17 @@ def apart(model: nn.Module, weight: nn.Parameter) -> Tensor:
     return local(weight) if take is None else _taken_apart(weight, take)
 
 
-@torch.compiler.disable  # a graph has no place for what its backward pass calls
 def _taken_apart(weight: nn.Parameter, take: TakeGradient) -> Tensor:
     x: Tensor = _Apart.apply(local(weight), weight, take)
     return x
+
+
+def _prepare_graphs() -> None:
+    """Takes :func:`_taken_apart` out of graphs, which have no place for what its backward pass calls, in a process that
+    makes some."""
+    global _taken_apart
+    if "torch._dynamo.eval_frame" in sys.modules and not hasattr(_taken_apart, "_torchdynamo_disable"):
+        _taken_apart = torch.compiler.disable(_taken_apart)
 
 
 def micro_batches_of(model: nn.Module) -> int | None:

@@ -148,14 +148,30 @@ def main(parser: ArgumentParser, argv: list[str] | None = None) -> int:
         sys.stdout.flush()  # so that a closed pipe is seen here
         return code
     except KeyboardInterrupt:
-        print(f"{name}: interrupted", file=sys.stderr)
+        _say(f"{name}: interrupted")
         return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its exit
         return CLOSED
     except (ValueError, OSError) as error:
-        print(f"{name}: error: {error}", file=sys.stderr)
+        _say(f"{name}: error: {error}")
         return 2
+
+
+# ---- stderr, which a shell may have closed ----
+
+CLEAR = "\r\x1b[K"  # what stands in a terminal's line
+
+
+def on_terminal() -> bool:
+    """Returns whether stderr is a terminal, where a line of progress may stand."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+def _say(line: str) -> None:
+    """Prints a line to stderr, in the place of one of progress."""
+    if sys.stderr is not None:
+        print(f"{CLEAR * on_terminal()}{line}", file=sys.stderr)
 
 
 # ---- files that are written ----

@@ -21,7 +21,7 @@ import torch
 
 from ...kernels.runtime.errors import check
 from ...kernels.runtime.rules import NOT_NEGATIVE, check_number
-from ..command import INTERRUPTED, CommandParser, add_number, unknown
+from ..command import CLEAR, INTERRUPTED, CommandParser, add_number, on_terminal, unknown
 from . import output, plots
 from .definition import DTYPES, MODES, Bench, Shape, discover, load, load_all, written
 from .measure import cache_bytes
@@ -136,8 +136,10 @@ def device_of(name: str) -> torch.device:
 def progress(*parts: str) -> None:
     """Prints a line to stderr, over the one before it on a terminal."""
     line = " ".join(parts)
-    end = "" if sys.stderr.isatty() else "\n"
-    print(f"\r\033[K{line:.120}" if not end else line, end=end, file=sys.stderr, flush=True)
+    if on_terminal():
+        print(f"{CLEAR}{line:.120}", end="", file=sys.stderr, flush=True)
+    elif sys.stderr is not None:
+        print(line, file=sys.stderr, flush=True)
 
 
 # ---- what is to be measured ----
@@ -219,7 +221,7 @@ def report(args: Namespace, results: Results, card: Card, *, cache: int) -> None
 
     Raises the first error at the end.
     """
-    if sys.stderr.isatty():
+    if on_terminal():
         progress("")
     results.notes.extend(output.cached(results.rows, cache))
     everything = output.result(results, card)

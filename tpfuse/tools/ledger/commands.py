@@ -20,7 +20,7 @@ from .recorder import mue
 from .shapes import Shape, layers_by_mlp
 from .text import quantity, table
 
-SEQ = 2048  # positions, where neither a call nor the model says less
+SEQ, LAYER_SEQ, STEP_SEQ = 2048, 512, 256  # positions, where neither a call nor the model says less
 
 # ---- options of several commands ----
 
@@ -108,16 +108,17 @@ def plan_of(args: Namespace, tp: int, dp: int, micro_batch: int, optimizer: str 
     )
 
 
-def add_settled_seq(p: Options) -> None:
+def add_settled_seq(p: Options, usual: int = SEQ) -> None:
     """Adds --seq without a default, for :func:`settle_seq`."""
-    cli.add_seq(p, None, f" (default: {SEQ}, or fewer where the model has no more)")
+    cli.add_seq(p, None, f" (default: {usual}, or fewer where the model has no more)")
 
 
-def settle_seq(args: Namespace, config: ModelConfig) -> None:
-    """Takes as many positions as the model has, at most SEQ, where none are said; ValueError where it has fewer."""
+def settle_seq(args: Namespace, config: ModelConfig, usual: int = SEQ) -> None:
+    """Takes as many positions as the model has, at most ``usual``, where none are said; ValueError where it has
+    fewer."""
     most = config.most_positions
     if args.seq is None:
-        args.seq = min(SEQ, most or SEQ)
+        args.seq = min(usual, most or usual)
     if most is not None and args.seq > most:
         raise ValueError(f"{args.command}: {args.seq} positions are more than the model's max_positions={most}")
 
@@ -138,7 +139,7 @@ def register_ledger(p: CommandParser) -> None:
     p.runs(_run_ledger)
     p.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     cli.add_count(p, "--batch", "number of sequences", 8)
-    cli.add_seq(p, 512)
+    add_settled_seq(p, LAYER_SEQ)
     add_dtype(p)
     cli.add_count(
         p, "--tp", "tensor-parallel size, with sequence parallelism; above 1, as of --cp, tpfuse's columns alone", 1
@@ -166,7 +167,7 @@ def _run_ledger(args: Namespace) -> None:
     if (args.ms is None) != (args.bandwidth is None):
         raise ValueError("--ms and --bandwidth go together")
     config = load_config(args.model)
-    settle_seq(args, config)
+    settle_seq(args, config, LAYER_SEQ)
     plan = dryrun.Plan(args.tp, cp=args.cp, cp_kind=args.cp_kind, dtype=DTYPES[args.dtype], imbalance=args.imbalance)
     if args.html:
         subject = page.Subject(args.model, config, plan, args.batch, seq=args.seq, arch=args.arch, layer=args.layer)
@@ -300,6 +301,8 @@ def _run_dryrun(args: Namespace) -> None:
     config = load_config(args.model)
     if args.sweep and (args.pp > 1 or args.cp > 1):
         raise ValueError("dryrun: --sweep is of tp and dp alone; leave out --pp and --cp")
+    if args.sweep and (args.tp > 1 or args.dp > 1):
+        raise ValueError("dryrun: --sweep takes --tps and --ranks in place of --tp and --dp")
     if args.sweep and (args.imbalance > 1 or args.over_replicas):
         raise ValueError("dryrun: --sweep is of even experts over tp; leave out --imbalance and --over-replicas")
     if args.plot and args.pp > 1:

@@ -8,9 +8,11 @@ from .. import command as cli
 from ..command import CommandParser
 from ..options import DTYPES, MODEL_HELP, add_dtype, add_model
 from . import machine, mfu, plots, steptime
-from .commands import add_context, add_over_replicas, add_saving, add_settled_seq, plan_of, settle_seq
+from .commands import STEP_SEQ, add_context, add_over_replicas, add_saving, add_settled_seq, plan_of, settle_seq
 from .presets import load_config
 from .text import quantity, table
+
+_DEVICE, _RECOMPUTE = "H100", mfu.RECOMPUTE[0]
 
 # ---- mfu ----
 
@@ -25,16 +27,22 @@ def register_mfu(p: CommandParser) -> None:
     add_settled_seq(p)
     cli.add_number(p, "--seconds", cli.seconds, "measured time of a step, in seconds; needed with --model")
     cli.add_count(p, "--devices", "number of devices that took part", 1)
-    p.add_argument("--device", choices=mfu.PEAK, default="H100", help="device whose dense 16-bit peak is the limit")
+    p.add_argument("--device", choices=mfu.PEAK, default=_DEVICE, help="device whose dense 16-bit peak is the limit")
     cli.add_number(p, "--peak-tflops", cli.rate, "peak of a device, in TFLOP/s (default: that of --device)")
-    p.add_argument("--recompute", choices=mfu.RECOMPUTE, default="none", help="part that is computed again in backward")
+    p.add_argument(
+        "--recompute", choices=mfu.RECOMPUTE, default=_RECOMPUTE, help="part that is computed again in backward"
+    )
     cli.add_output(p, plot=False)
 
 
 def _run_mfu(args: Namespace) -> None:
     if args.model is None:
-        if any(value is not None for value in (args.batch, args.seq, args.seconds, args.peak_tflops)):
-            raise ValueError("--batch, --seq, --seconds and --peak-tflops need --model too")
+        values = args.batch, args.seq, args.seconds, args.peak_tflops
+        others = args.devices > 1, args.device != _DEVICE, args.recompute != _RECOMPUTE
+        if any(value is not None for value in values) or any(others):
+            raise ValueError(
+                "--batch, --seq, --seconds, --devices, --device, --peak-tflops and --recompute need --model too"
+            )
         return _show_published(args)
     if args.batch is None or args.seconds is None:
         raise ValueError("--model needs --batch and --seconds too")
@@ -113,7 +121,7 @@ def register_predict(p: CommandParser) -> None:
     add_context(p)
     add_over_replicas(p)
     cli.add_count(p, "--batch", "sequences in a step, over all replicas", 8)
-    cli.add_seq(p, 256)
+    add_settled_seq(p, STEP_SEQ)
     cli.add_count(p, "--micro-batch", "sequences that a replica runs at once (default: all of its share)")
     add_dtype(p, "fp32")
     add_saving(p)
@@ -133,6 +141,7 @@ def _pairs(text: str) -> list[tuple[int, int]]:
 
 def _run_predict(args: Namespace) -> None:
     config, speeds = load_config(args.model), machine.Machine.load(args.machine)
+    settle_seq(args, config, STEP_SEQ)
     plans = [plan_of(args, tp, dp, args.micro_batch or max(1, args.batch // dp)) for tp, dp in args.choices]
     if args.check:
         checked = steptime.check(config, plans, speeds, batch=args.batch, steps=args.steps)

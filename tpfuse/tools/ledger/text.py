@@ -5,6 +5,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
+from ..command import CLEAR, on_terminal
+
 T = TypeVar("T")
 
 _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -64,14 +66,14 @@ class Progress:
 
     def update(self, line: str) -> None:
         """Shows a line, where one is due."""
-        now, terminal = time.monotonic(), sys.stderr.isatty()
-        if now >= self.due:
+        now, terminal = time.monotonic(), on_terminal()
+        if now >= self.due and sys.stderr is not None:
             self.due, self.shown = now + (0.1 if terminal else 10), terminal
-            print(f"\r\x1b[K{line}" if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
+            print(f"{CLEAR}{line}" if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
         if self.shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            print(CLEAR, end="", file=sys.stderr, flush=True)
 
 
 def progress(items: Sequence[T], action: str, *, long: bool = False) -> Iterator[T]:

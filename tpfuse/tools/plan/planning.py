@@ -8,7 +8,8 @@ from typing import Any
 
 from ...kernels.runtime.errors import check
 from .. import html
-from ..command import INTERRUPTED, CommandParser, add_count, add_flag, add_html, add_number, add_seq, bounded
+from ..command import INTERRUPTED, CommandParser, add_count, add_flag, add_html, add_number, bounded
+from ..ledger.commands import STEP_SEQ, add_settled_seq, settle_seq
 from ..ledger.machine import DEFAULT, Machine
 from ..ledger.presets import load_config
 from ..ledger.text import quantity
@@ -103,7 +104,7 @@ def register(p: CommandParser) -> None:
     add_number(hardware, "--memory-share", share, "share of a device's memory that may be filled", default=0.9)
     training = p.add_argument_group("training")
     add_count(training, "--global-batch", "sequences in a step, over all ranks", 8)
-    add_seq(training, 256)
+    add_settled_seq(training, STEP_SEQ)
     training.add_argument(
         "--dtype", choices=DTYPES, help="dtype of weights and activations (default: bf16; of --device here fp32)"
     )
@@ -135,6 +136,7 @@ def run(args: Namespace) -> int:
         from .check import check_possible, checked
 
         check_possible(fixed, cluster.devices)
+    settle_seq(args, config, STEP_SEQ)
     dtype = DTYPES[args.dtype or ("fp32" if cluster.device.name == LOCAL else "bf16")]
     job = Job(config, args.global_batch, args.seq, dtype, optimizer=args.optimizer)
     gc.freeze()  # otherwise each collection visits all objects so far, and a search makes many
