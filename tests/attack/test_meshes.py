@@ -43,7 +43,7 @@ LAYOUTS = {  # (pp, dp, tp)
     "MainGrad": [(1, 2, 1), (1, 2, 2)],
     "Ok-Topk": [(1, 2, 1), (1, 2, 2)],
 }
-REFUSED = "must be the same on every", "took no part in the loss of a micro-batch"
+REFUSED = "must be the same on every", "has been frozen or made trainable since"
 SCHEDULES = "gpipe", "1f1b", "zero-bubble", "zbv", "chimera"
 
 

@@ -53,7 +53,7 @@ OTHERWISE = {  # what is done, and words of the error
     "step": (within(lambda m: changed(m, "step", m.step + 1)), "step"),
     "a part's mode": (within(lambda m: changed(part(m), "training", False)), "parts in another mode"),
     "a part's dropout": (within(lambda m: changed(part(m), "dropout", 0.75)), "dropout"),
-    "frozen": (within(lambda m: changed(next(m.parameters()), "requires_grad", False)), "frozen parameters"),
+    "frozen": (within(lambda m: changed(next(m.parameters()), "requires_grad", False)), "frozen"),
     "no grad": (within(lambda m: torch.no_grad()), "grad"),
     "recompute": (within(lambda m: changed(m, "_full", True)), "recompute"),
     "autocast": (within(lambda m: torch.autocast("cpu", torch.bfloat16)), "autocast"),
