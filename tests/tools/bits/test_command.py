@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tpfuse.__main__ import main
+from tpfuse.__main__ import main, parser
 from tpfuse.tools.bits import command
 from tpfuse.tools.ledger.presets import PRESETS
 
@@ -60,3 +60,16 @@ def test_what_cannot_be_split_is_refused_before_a_process_starts(monkeypatch, ca
     monkeypatch.setattr(command, "on_ranks", on_ranks)
     assert main(["bits", "gpt-3m", "--tp", sizes]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("positions, expected", [(8, 8), (64, command.SEQ)])
+def test_positions_that_nobody_gave_are_no_more_than_the_models(monkeypatch, tmp_path, positions, expected):
+    def compare(make, batches, layouts, bitwise):
+        raise ValueError(f"{batches[0]['input_ids'].shape[1]} positions")
+
+    monkeypatch.setattr(command, "on_ranks", lambda size, function, arguments: compare(*arguments))
+    sizes = dict(vocab_size=96, n_positions=positions, n_embd=32, n_layer=1, n_head=8)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"} | sizes))
+    args = parser().parse_args(["bits", str(tmp_path), "--tp", "1"])
+    with pytest.raises(ValueError, match=f"^{expected} positions$"):
+        args.run(args)

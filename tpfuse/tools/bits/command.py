@@ -16,6 +16,7 @@ from ...models.model import Model
 from ...parallel import BITWISE, TensorParallel
 from .. import command as cli
 from ..command import CommandParser
+from ..ledger.commands import add_settled_seq, settle_seq
 from ..ledger.dryrun import fake_world
 from ..ledger.layer import build
 from ..ledger.presets import config_file, load_config
@@ -24,6 +25,7 @@ from ..options import DTYPES, MODEL_HELP, add_dtype
 from .layouts import Batch, Bits, Layout, compare
 
 OFF = "off"
+SEQ = 13  # positions, where neither a call nor the model says less
 SEQUENCE_PARALLEL = {"both": (False, True), "on": (True,), OFF: (False,)}
 
 
@@ -65,7 +67,7 @@ def register(p: CommandParser) -> None:
         "--bitwise", type=_leaves, default=8, metavar="V", help=f"leaves of what is split, or {OFF!r} for sums by rank"
     )
     cli.add_count(p, "--batch", "sequences of random tokens in a step", 3)
-    cli.add_seq(p, 13)
+    add_settled_seq(p, SEQ)
     cli.add_count(p, "--steps", "steps of AdamW with clipping", 1)
     p.add_argument("--saving", choices=SAVING, default=SAVING[0], help="what blocks keep for backward")
     add_dtype(p, "fp32")
@@ -82,6 +84,7 @@ def _leaves(text: str) -> int | None:
 def _run(args: Namespace) -> int:
     """Returns 1 where bits differ, 0 otherwise."""
     config = load_config(args.model)
+    settle_seq(args, config, SEQ)
     make = MakeModel(config, weights_of(args.model), DTYPES[args.dtype], args.saving)
     layouts = [Layout(size, sp) for size in args.tp for sp in SEQUENCE_PARALLEL[args.sequence_parallel]]
     check_splits(config, args.tp, args.bitwise)
