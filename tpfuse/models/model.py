@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import unserializable_hook
 
 from ..kernels.losses.options import IGNORE
+from ..kernels.runtime.captures import forget_captured
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.philox import make_rng
 from ..kernels.runtime.processor import order_of_sums
@@ -187,6 +188,11 @@ class Model(nn.Module):
         """Fills every parameter by the model's seed, as the constructor does: for a model that was made on the meta
         device, after ``to_empty``."""
         initialize(self, self.seed)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets the gradients, and drops what a :class:`tpfuse.KFAC` has taken of them."""
+        super().zero_grad(set_to_none)
+        forget_captured(self.parameters())
 
     # ---- what is kept for backward ----
 

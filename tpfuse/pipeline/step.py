@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..collectives import all_gather
+from ..kernels.runtime.captures import all_or_nothing
 from ..kernels.runtime.deferred import WeightGradients
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.leaves import tree
@@ -122,13 +123,14 @@ class Pipeline:
         if self.trees is not None:
             self.trees = self._new_trees()  # of the parameters that are trained now
         try:
-            with self.shards.gathered(backward=backward):
-                runtime = self._runtime(calls[0], backward)
-                losses = runtime.run(calls, filler.run_before if filler else lambda place: None, passes)
-            totals = self._totals(name, self.trees) if sums and self.trees is not None else {}
-            loss = self._total(losses, model.stages.take_added(), calls[0].inputs.tokens.device)
-            if sums:
-                self._complete(earlier, totals)
+            with all_or_nothing(model.parameters() if backward else ()):
+                with self.shards.gathered(backward=backward):
+                    runtime = self._runtime(calls[0], backward)
+                    losses = runtime.run(calls, filler.run_before if filler else lambda place: None, passes)
+                totals = self._totals(name, self.trees) if sums and self.trees is not None else {}
+                loss = self._total(losses, model.stages.take_added(), calls[0].inputs.tokens.device)
+                if sums:
+                    self._complete(earlier, totals)
         except BaseException:  # a half-done step is of no use to another
             self._forget()
             for p in model.parameters() if sums else ():

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..kernels.runtime.captures import forget_captured
 from ..kernels.runtime.main_grad import DDP, PLACES
 from ..kernels.runtime.rules import listed
 from ..layers.module import ParallelModule, Spec
@@ -157,6 +158,7 @@ class MainGrad:
             buffer.all.zero_()
             for place in buffer.places:
                 place.main.grad, place.clean = None, True
+            forget_captured(p for place in buffer.places if (p := place.parameter) is not None)
         self._state.reduced = False
         self._record.clear()
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..kernels.runtime.captures import forget_captured
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import listed
 from ..models.model import Model
@@ -71,6 +72,7 @@ class MicroBatchReplica(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients, and what was added up of a step that did not end."""
         super().zero_grad(set_to_none=True)
+        forget_captured(self.parameters())
         self._trees.clear()
         self._record.clear()
         self._steps.clear()

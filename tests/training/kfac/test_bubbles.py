@@ -6,6 +6,7 @@ import torch
 from tests.common import error
 from tests.models.common import default_dtype
 from tests.pipeline.common import GPT2, batches, check_said, made, said
+from tests.planted import planted
 from tpfuse import KFAC, TensorParallel
 from tpfuse.layers.shards import named_specs
 from tpfuse.pipeline import fill, schedule, simulate
@@ -115,6 +116,43 @@ def test_work_in_bubbles_has_the_bits_of_the_same_work_after_them(ranks, layout,
     for (losses, weights, steps, waiting), (later_losses, later_weights, _, _) in zip(inside, after, strict=True):
         assert steps > 1 and 0 < waiting
         assert losses == later_losses and all(map(torch.equal, weights, later_weights))
+
+
+def interrupted(world, fails, filling):
+    """Six steps of two batches each, the second of those of ``fails`` again after an error in its end -> weights, and
+    the number of failures."""
+    model, pipeline, kfac, others = staged(world.stages(2, 1, 1), "1f1b")
+    data, failed = list(batches(6)), 0
+    if filling:
+        pipeline.step(data[0][0], labels=data[0][1])
+        _update(model, kfac, others)
+        work = kfac._work = [piece._replace(seconds=0.4) for piece in kfac.work(pipeline)]
+        pipeline.fill(fill(simulate(pipeline.order, 1.0, 1.0, 1.0), work))
+    for i, (ids, labels) in enumerate(data):
+        pipeline.step(ids, labels=labels)  # of two whose gradients are added up
+        if i in fails:
+            with planted("tpfuse.pipeline.step.Pipeline._complete", failing):
+                failed += said(lambda ids=ids, labels=labels: pipeline.step(ids, labels=labels), Planted) == "planted"
+        pipeline.step(ids, labels=labels)
+        _update(model, kfac, others)
+    return [p.detach() for p in model.parameters()], failed
+
+
+class Planted(Exception):
+    pass
+
+
+def failing(right, *args):
+    raise Planted("planted")
+
+
+@pytest.mark.parametrize("filling", [False, True])
+def test_a_step_that_fails_leaves_no_rows(ranks, filling):
+    """Neither those that are added at once, nor those that wait for a bubble; and what bubbles have refreshed is as it
+    was."""
+    exact, found = (ranks(2, interrupted, fails, filling) for fails in ((), (0, 1, 2, 4)))
+    for (weights, none), (again, failed) in zip(exact, found, strict=True):
+        assert none == 0 and failed == 4 and all(map(torch.equal, weights, again))
 
 
 def measured(world, layout):

@@ -137,7 +137,8 @@ def test_a_step_that_a_scaler_skips():
     stepped(model, kfac, others, range(2))
     before = {p: {key: x.clone() for key, x in state.items()} for p, state in kfac.state.items()}
     (float("nan") * model(**call_of(2), step=2).loss).backward()
-    model.zero_grad()
+    for p in model.parameters():
+        p.grad = None
     model(**call_of(2), step=2).loss.backward()  # its sums are added to NaN
     kfac.step()
     for p, state in before.items():
@@ -146,14 +147,67 @@ def test_a_step_that_a_scaler_skips():
     assert all(p.isfinite().all() for p in model.parameters())
 
 
-def test_a_gradient_that_is_dropped():
-    """zero_grad forgets what its matrices have added."""
+def failing(gradient):
+    raise RuntimeError("of a hook")
+
+
+@pytest.mark.parametrize("of_what", ["kfac", "model"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_gradient_that_is_dropped(of_what, fails):
+    """zero_grad forgets what its matrices have added, of a backward pass that failed too."""
     exact, found = made(), made()
-    model, kfac, _ = found
-    model(**call_of(7), step=0).loss.backward()
-    kfac.zero_grad()
-    model.zero_grad()
+    model, kfac, others = found
+    loss = model(**call_of(7), step=0).loss
+    handle = model.embedding.weight.register_hook(failing) if fails else None
+    if handle is not None:
+        assert said(loss.backward, RuntimeError) == "of a hook"
+        handle.remove()
+    else:
+        loss.backward()
+    assert all(curvature.sums for curvature in kfac._curvature.values())
+    for x in (kfac, others) if of_what == "kfac" else (model,):
+        x.zero_grad()
     assert_equal(stepped(*found, range(2)), stepped(*exact, range(2)))
+
+
+def test_a_main_grad_that_is_dropped():
+    model = GPT(GATED)
+    main, kfac = tpfuse.MainGrad(model), KFAC(model)
+    model(**call_of(0)).loss.backward()
+    assert all(curvature.sums for curvature in kfac._curvature.values())
+    main.zero()
+    assert not any(curvature.sums for curvature in kfac._curvature.values())
+
+
+class Either(torch.nn.Module):
+    """A model, of which a call leaves the blocks out where it is told to."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, call, used):
+        own = self.model.embedding.weight.square().mean()
+        return own + self.model(**call, step=0, first_sample=0).loss if used else own
+
+
+def on_one_replica(world, used, late=False):
+    """A step whose loss depends on the blocks on the ranks of ``used`` alone -> error, factors of a weight."""
+    model = GPT(GATED)
+    kfac = None if late else KFAC(model, dp=world.group)
+    replica = torch.nn.parallel.DistributedDataParallel(Either(model), find_unused_parameters=True)
+    replica(call_of(world.rank), world.rank in used).backward()
+    kfac = kfac or KFAC(model, dp=world.group)
+    message = said(kfac.step) if late else kfac.step()
+    return message, [x for p in kfac.matrices.parameters() for x in kfac.state[p].values()]
+
+
+def test_a_weight_that_one_replica_does_not_use(ranks):
+    """Its gradient is of the others' rows, as are its factors: no error, unless nobody has captured them."""
+    (first, factors), (second, others) = ranks(2, on_one_replica, (1,))
+    assert first is second is None and factors and all(map(torch.equal, factors, others))
+    for message, _ in ranks(2, on_one_replica, (1,), True):
+        assert "blocks.0.attention.qkv.weight" in message and "have not been captured" in message
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])

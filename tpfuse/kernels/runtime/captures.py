@@ -5,8 +5,9 @@ captured, the op's backward hands them over right before it multiplies them.  A 
 its copy under autocast, stands for the parameter.  Compiled graphs find nothing.
 """
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,7 +30,11 @@ class _Capture:
 
 
 def capture(p: Tensor, receive: Receive) -> None:
-    """Hands the matrices of the parameter's gradients to ``receive``, a bound method, as long as its object lives."""
+    """Hands the matrices of the parameter's gradients to ``receive``, a bound method, as long as its object lives.
+
+    The object has the methods ``forget``, of :func:`forget_captured`, and ``keep``, ``restore`` and ``release``, of
+    :func:`all_or_nothing`.
+    """
     _receivers.add(receive.__self__)  # type: ignore[attr-defined]
     setattr(p, _CAPTURE, _Capture(receive))
 
@@ -42,6 +47,37 @@ def captured_by(p: Tensor) -> Receive | None:
     """Returns what receives the matrices of a parameter's gradients; None for none."""
     attribute: _Capture | None = getattr(p, _CAPTURE, None) or None
     return None if attribute is None else attribute.receive()
+
+
+def forget_captured(parameters: Iterable[Tensor]) -> None:
+    """Drops what has been captured of gradients that are not to be stepped on."""
+    for receiver in _receivers_of(parameters):
+        receiver.forget()
+
+
+@contextlib.contextmanager
+def all_or_nothing(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Makes what has been captured, and done with it, as it was before where an error is raised in here."""
+    receivers = _receivers_of(parameters)
+    for receiver in receivers:
+        receiver.keep()
+    try:
+        yield
+    except BaseException:
+        for receiver in receivers:
+            receiver.restore()
+        raise
+    finally:
+        for receiver in receivers:
+            receiver.release()
+
+
+def _receivers_of(parameters: Iterable[Tensor]) -> list[Any]:
+    """Returns the objects whose bound methods receive the matrices of these parameters' gradients."""
+    if not _receivers:
+        return []
+    methods: list[Any] = [captured_by(p) for p in parameters]
+    return [method.__self__ for method in methods if method is not None]
 
 
 def captures(*weights: Tensor | None) -> tuple[Receive | None, ...] | None:

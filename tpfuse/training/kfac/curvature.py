@@ -58,6 +58,16 @@ class Sum(NamedTuple):
     rows: Tensor
 
 
+class _Kept(NamedTuple):
+    """What a curvature had: its ``sums``, of which those of the sides in ``shared`` are not to be added to in place,
+    the rows that it ``held``, and of each refresh since (the state, as it was before)."""
+
+    sums: dict[str, Sum]
+    held: dict[int, list[CapturedRows]]
+    shared: set[str]
+    states: list[tuple[State, State]]
+
+
 class Moment:
     """When matrices are taken, the same for all weights.
 
@@ -92,6 +102,7 @@ class Curvature:
         self.sums: dict[str, Sum] = {}
         self.held: dict[int, list[CapturedRows]] = {}  # by micro-batch, in which a layer may be called again
         self.size: RowSizes | None = None
+        self._kept: _Kept | None = None
 
     def receive(self, dy: Tensor, x: Tensor) -> None:
         """Takes dy [M, N] and x [M, K] of a backward pass, of which one is this rank's slice of columns: adds them at
@@ -102,6 +113,31 @@ class Curvature:
         elif filler is not None and filler.step == 0:
             assert self.moment.pipeline is not None
             self.held.setdefault(self.moment.pipeline.micro_batch, []).append(self.rows(dy, x))
+
+    # ---- gradients that are dropped ----
+
+    def forget(self) -> None:
+        """Drops what has been added since the latest step; work in a pipeline's bubbles is of several, and stays."""
+        if self.moment.filler is None:
+            self.sums.clear()
+
+    def keep(self) -> None:
+        """Keeps what is here, and what is refreshed from now on, until :meth:`release`."""
+        held = {micro_batch: list(rows) for micro_batch, rows in self.held.items()}
+        self._kept = _Kept(dict(self.sums), held, shared=set(self.sums), states=[])
+
+    def restore(self) -> None:
+        """Makes everything as it was at :meth:`keep`."""
+        assert self._kept is not None
+        self.sums, self.held = self._kept.sums, self._kept.held
+        for state, earlier in reversed(self._kept.states):
+            state.clear()
+            state.update(earlier)
+
+    def release(self) -> None:
+        self._kept = None
+
+    # ---- sums ----
 
     def rows(self, dy: Tensor, x: Tensor) -> CapturedRows:
         """Returns what this rank keeps of the matrices."""
@@ -143,7 +179,13 @@ class Curvature:
         number = counted.sum(dtype=x.dtype)
         for side, values in zip(SIDES, (x * counted, dy), strict=True):
             gram, earlier = self.sums.get(side, (None, 0))
-            product = values.mT @ values if gram is None else gram.addmm_(values.mT, values)
+            if gram is None:
+                product = values.mT @ values
+            elif self._kept is not None and side in self._kept.shared:
+                product = gram.addmm(values.mT, values)
+                self._kept.shared.remove(side)
+            else:
+                product = gram.addmm_(values.mT, values)
             self.sums[side] = Sum(product, earlier + number)
 
     @torch.no_grad()
@@ -153,6 +195,8 @@ class Curvature:
         A mean that is not finite, as after a step that a gradient scaler skips, or that is of no rows, changes nothing.
         Every rank of the groups calls it.
         """
+        if self._kept is not None:
+            self._kept.states.append((state, dict(state)))
         gram, rows = self.sums.pop(side) if side in self.sums else self._of_no_rows(side)
         message = torch.cat([gram.flatten(), rows[None]])
         for group in self.groups:

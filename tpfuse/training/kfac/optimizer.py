@@ -18,7 +18,7 @@ from ...layers.linear import ColumnProjection, RowParallelLinear
 from ...layers.module import local
 from ...pipeline import Filling, Work
 from ...ranks.agreement import Header, agree_over, agreement_of
-from ...ranks.messages import together
+from ...ranks.messages import gather, together
 from ..matrices import WholeMatrices
 from .bubbles import check_copies, pieces, stages_of
 from .curvature import SIDES, Curvature, Moment
@@ -171,15 +171,24 @@ class KFAC(torch.optim.Optimizer):
         check(count <= placed, "KFAC: the pipeline's filling has not all pieces of the latest KFAC.work(...)")
 
     def _check_captured(self) -> None:
-        """ValueError on every tensor-parallel rank that names weights whose factors would be of no rows."""
-        missing = [c.name for p, c in self._curvature.items() if p.grad is not None and not c.sums]
-        error = (
+        """ValueError on every rank of the groups that names weights whose factors would be of no rows at all.
+
+        That a replica has no rows alone is no error: its loss does not depend on the weight, whose gradient is of the
+        others' rows, as are its factors.
+        """
+        groups = dict.fromkeys(group for curvature in self._curvature.values() for group in curvature.groups)
+        found = [(bool(c.sums), p.grad is not None) for p, c in self._curvature.items()]
+        for group in groups:
+            of_weights = zip(*gather(found, group), strict=True)
+            found = [(any(x for x, _ in row), any(x for _, x in row)) for row in of_weights]
+        named = zip(self._curvature.values(), found, strict=True)
+        missing = [c.name for c, (captured, trained) in named if trained and not captured]
+        check(
+            not missing,
             f"KFAC: the matrices of the gradient of {listed(missing)} have not been captured since the latest step:"
             " KFAC(model) is made before the backward pass, and neither a compiled module, a weight beside an adapter"
-            " nor the schedule 2bw is captured"
+            " nor the schedule 2bw is captured",
         )
-        groups = dict.fromkeys(group for curvature in self._curvature.values() for group in curvature.groups)
-        together(lambda: check(not missing, error), groups)
 
     def _refresh(self, p: nn.Parameter, side: str) -> None:
         (group,) = self.param_groups
@@ -202,12 +211,15 @@ class KFAC(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients of the model's weights that are here, and forgets what their matrices have added since
-        the latest step, as after a gradient that is not to be stepped on."""
+        the latest step, as after a backward pass that failed, or a gradient that is not to be stepped on.
+
+        ``zero_grad()`` of a GPT or Bert, and ``zero()`` of a MainGrad, forget them too.  A pipeline's step that fails
+        leaves both as they were.
+        """
         super().zero_grad(set_to_none)
         self.matrices.zero_grad(set_to_none)
-        if self._moment.filler is None:
-            for curvature in self._curvature.values():
-                curvature.sums.clear()
+        for curvature in self._curvature.values():
+            curvature.forget()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a state, in its dtypes: torch would round factors to a weight's.
