@@ -284,6 +284,16 @@ def test_lm_head_says_that_no_head_classifies(files):
         assert model.classifier is None and (model.head is not None) == lm_head
 
 
+def test_masked_lm_says_that_no_head_classifies(files):
+    """And the files lack what it asks for."""
+    folder = files("bert", "sequence")[1]
+    with pytest.warns(UserWarning, match="holds classifier.bias, classifier.weight, of no module of Bert: not read"):
+        model = Bert.from_pretrained(folder, masked_lm=False)
+    assert model.classifier is None and model.pooler is not None
+    with pytest.raises(ValueError, match="from_pretrained: .* lacks cls.predictions.transform.dense.weight"):
+        Bert.from_pretrained(folder, masked_lm=True)
+
+
 def _begun(world, folder, cls, sp, classifier, call):
     tp = None if world is None else make_tp(world, sp)
     model = cls.from_pretrained(folder, tp=tp, dtype=F64, classifier=classifier, seed=7)

@@ -45,7 +45,8 @@ class Bert(Model):
 
     ``masked_lm`` adds the head that predicts tokens, ``classifier`` that of a :class:`Classifier`, ``pooler`` the
     pooled output (default: where a head per sequence reads it, or there is no head and the family has one).
-    ``Bert.from_pretrained`` takes the pooler or the head that the files hold, unless given.
+    ``Bert.from_pretrained`` takes the pooler or the head that the files hold, unless given: with ``masked_lm`` no head
+    that classifies.
     ``saving`` and ``recompute`` are GPT's.  Without a head the output is ``last_hidden_state`` and, with a pooler,
     ``pooler_output``; with one, loss and logits.
     """
@@ -308,7 +309,7 @@ class Bert(Model):
     @classmethod
     def _options_from(cls, files: ModelDirectory, options: Mapping[str, Any]) -> dict[str, Any]:
         family = FAMILIES[files.config["model_type"]]  # the config has been read
-        if (classifier := named_in(files.config, family)) is not None:
+        if "masked_lm" not in options and (classifier := named_in(files.config, family)) is not None:
             return dict(classifier=classifier)
         names, sources = files.names(family.base_prefix), family.sources(cls.config_class.from_hf(files.config))
         stored = lambda name: name in sources and sources[name].names[0] in names
