@@ -275,6 +275,30 @@ def test_a_new_head_keeps_nothing_of_another(tmp_path):
     assert (again.config.num_labels, again.config.problem_type) == (L, None)
 
 
+@pytest.mark.parametrize(
+    "name, per, change",
+    [
+        ("bert-mlm", "sequence", dict(classifier_dropout=0.3)),
+        ("gpt_neox", "token", dict(classifier_dropout=0.35)),
+        ("gpt2", "token", dict(classifier_dropout=0.3)),
+        ("llama", "token", dict(hidden_dropout=0.3)),
+    ],
+)
+def test_a_new_head_keeps_its_own_dropout(tmp_path, name, per, change):
+    """Where the directory's config.json says another, which transformers would take."""
+    theirs.make(name, **change).save_pretrained(tmp_path)
+    cls, auto = Bert if "bert" in name else GPT, getattr(transformers, f"AutoModelFor{per.capitalize()}Classification")
+    p = {}
+    for given in None, 0.25:
+        model = cls.from_pretrained(tmp_path, classifier=Classifier(L, per=per, dropout=given))
+        model.save_pretrained(tmp_path / "new")
+        p[given] = model.classifier.p
+        assert cls.from_pretrained(tmp_path / "new").classifier.p == p[given]
+        again = auto.from_pretrained(tmp_path / "new")
+        assert getattr(again, "dropout", None) is None or again.dropout.p == p[given]
+    assert p[None] not in change.values() and p[0.25] == 0.25
+
+
 def test_lm_head_says_that_no_head_classifies(files):
     """The embedding is the head."""
     folder = files("gpt2", "sequence")[1]

@@ -99,15 +99,16 @@ class Classifier:
         values: dict[str, Any] = dict(num_labels=count or 2 if names is None else len(names), per=per)
         if per == SEQUENCE:
             values["problem_type"] = config.get("problem_type")
-        if per == TOKEN or not family.causal:
-            hidden, key = config.get("hidden_dropout") if family.causal else None, family.head(per).dropout_key
-            values["dropout"] = hidden if key is None or config.get(key) is None else config[key]
-        else:
+        values["dropout"] = _dropout_in(config, family, per)
+        if per == SEQUENCE and family.causal:
             values["pad_token_id"] = config.get("pad_token_id")
         return cls(**values)
 
-    def to_hf(self, family: Family, previous: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the head's part of config.json; the names of labels are those of ``previous``, where it has them."""
+    def to_hf(self, family: Family, previous: Mapping[str, Any], p: float) -> dict[str, Any]:
+        """Returns the head's part of config.json; the names of labels are those of ``previous``, where it has them.
+
+        ``p``: of the dropout that the head has, which is written where ``previous`` says another.
+        """
         config: dict[str, Any] = {"architectures": [family.classes[self.per].architecture]}
         if len(previous.get("id2label") or ()) != self.num_labels:
             names = {str(i): f"LABEL_{i}" for i in range(self.num_labels)}
@@ -117,10 +118,20 @@ class Classifier:
             raise ValueError(
                 f"Classifier: {config['architectures'][0]} has no dropout of its own, got dropout={self.dropout}"
             )
-        fields = dict(problem_type=self.problem_type, pad_token_id=self.pad_token_id) | {key or "": self.dropout}
+        stands = _dropout_in({**family.defaults, **previous}, family, self.per)
+        value = p if self.dropout is None and stands not in (None, p) else self.dropout
+        fields = dict(problem_type=self.problem_type, pad_token_id=self.pad_token_id) | {key or "": value}
         config |= {key: value for key, value in fields.items() if value is not None}
         # what another head left there
         return config | {key: getattr(self, key) for key in ("num_labels", "problem_type") if key in previous}
+
+
+def _dropout_in(config: Mapping[str, Any], family: Family, per: str) -> float | None:
+    """Returns the dropout of a head that a config.json names; None where it names none."""
+    if per == SEQUENCE and family.causal:
+        return None
+    hidden, key = config.get("hidden_dropout") if family.causal else None, family.head(per).dropout_key
+    return hidden if key is None or config.get(key) is None else config[key]
 
 
 class ClassifierHead(ReplicatedLinear):

@@ -72,7 +72,8 @@ class ModelFiles:
         """Returns what config.json says of the class, beside the sizes."""
         family = self.config.hf
         if self.classifier is not None:
-            return self.classifier.classifier.to_hf(family, {} if self.origin is None else self.origin.config)
+            previous = {} if self.origin is None else self.origin.config
+            return self.classifier.classifier.to_hf(family, previous, self.classifier.p)
         return {"architectures": [family.architecture if self.stages.head else family.base_architecture]}
 
     def ignorable(self, names: Iterable[str]) -> set[str]:
