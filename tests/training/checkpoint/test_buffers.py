@@ -17,7 +17,7 @@ from tests.pipeline.common import GPT2
 from tests.pipeline.common import made as staged
 from tpfuse import TensorParallel, load_checkpoint, save_checkpoint
 from tpfuse.models import GPT
-from tpfuse.training.checkpoint.meta import sealed
+from tpfuse.training.checkpoint.meta import VERSION, WITH_MORE, sealed
 
 
 def normed(calls=0, features=4):
@@ -99,13 +99,51 @@ class Quantized(torch.Tensor):
 
 def test_one_that_no_file_holds_is_named(tmp_path):
     model, optimizer = normed()
-    model.register_buffer("turns", torch.ones(2, dtype=torch.complex64))
-    with pytest.raises(ValueError, match="save_checkpoint: buffer.turns is of torch.complex64"):
+    model.register_buffer("turns", torch.ones(2, dtype=torch.uint16))
+    with pytest.raises(ValueError, match="save_checkpoint: buffer.turns is of torch.uint16"):
         save_checkpoint(tmp_path, model, optimizer, step=1)
     model.turns = torch.ones(2).as_subclass(Quantized)
     with pytest.raises(ValueError, match="the buffer turns is a Quantized, .*persistent=False"):
         save_checkpoint(tmp_path, model, optimizer, step=1)
     assert not list(tmp_path.glob("step-*"))
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("conjugated", [False, True])
+def test_complex_ones_come_back(tmp_path, dtype, conjugated):
+    """Such as a table of rotary positions; and one of no dimensions, whose parts are two numbers."""
+
+    def turning(table):
+        model, optimizer = normed()
+        model.register_buffer("turns", table.conj() if conjugated else table)
+        model.register_buffer("one", table[1, 1].clone())
+        return model, optimizer
+
+    angles = torch.outer(torch.arange(3, dtype=torch.float64), torch.tensor([1.0, 0.1]))
+    model, optimizer = turning(torch.polar(torch.ones_like(angles), angles).to(dtype))
+    path = save_checkpoint(tmp_path, model, optimizer, step=1)
+    tensors = json.loads((path / "meta.json").read_text())["tensors"]
+    assert (tensors["buffer.turns"][1], tensors["buffer.one"][1]) == ([3, 2, 2], [2])
+    other, theirs = turning(torch.zeros(3, 2, dtype=dtype))
+    turns = other.turns
+    load_checkpoint(tmp_path, other, theirs)
+    assert other.turns is turns and other.turns.dtype == dtype
+    assert other.turns.equal(model.turns) and other.one.equal(model.one)
+
+
+def test_a_reader_that_would_leave_them_out_refuses(tmp_path):
+    """By the version, which a checkpoint without any does not have."""
+    bare = nn.Linear(4, 4)
+    for name, model in ("with", normed(1)[0]), ("without", bare):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        path = save_checkpoint(tmp_path / name, model, optimizer, step=1)
+        version = json.loads((path / "meta.json").read_text())["version"]
+        assert version == (WITH_MORE if name == "with" else VERSION)
+    bare(torch.ones(4)).sum().backward()
+    optimizer.step()
+    optimizer.state[bare.weight]["seen"] = 3  # a number of Python's
+    path = save_checkpoint(tmp_path / name, bare, optimizer, step=2)
+    assert json.loads((path / "meta.json").read_text())["version"] == WITH_MORE
 
 
 def test_damage_of_one_is_seen(tmp_path):

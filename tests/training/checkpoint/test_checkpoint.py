@@ -23,7 +23,7 @@ from tests.training.checkpoint.common import made, names, state
 from tpfuse import load_checkpoint, param_groups, save_checkpoint
 from tpfuse.models import GPT, Bert, BertConfig
 from tpfuse.training import checkpoint
-from tpfuse.training.checkpoint.meta import WITH_GRADIENT
+from tpfuse.training.checkpoint.meta import NEWEST
 
 # ---- resume ----
 
@@ -305,7 +305,7 @@ def other_kind(path):
 
 
 def newer_format(path):
-    edit(path, version=WITH_GRADIENT + 1)
+    edit(path, version=NEWEST + 1)
     return made(steps=1)
 
 
@@ -337,7 +337,7 @@ ERRORS = [
     (deeper, r"model.blocks.1.* for this model, .* has none"),
     (shallower, r"holds model.blocks.1.*, which this model has no place for"),
     (other_kind, r"must be .* for this model, .* has"),
-    (newer_format, rf"has format version {WITH_GRADIENT + 1}, this tpfuse reads {WITH_GRADIENT}"),
+    (newer_format, rf"has format version {NEWEST + 1}, this tpfuse reads {NEWEST}"),
     (one_group, r"the optimizer has 1 parameter groups, .* has 2"),
     (other_groups, r"group 0 of the optimizer has other parameters than .*: blocks.0.mlp.fc2.weight"),
     (frozen, r"group 0 of the optimizer has other parameters than .*: positions.weight"),
@@ -409,7 +409,7 @@ def test_a_later_format_is_kept(tmp_path):
     model, optimizer = made(steps=1)
     newer = save_checkpoint(tmp_path, model, optimizer, step=1)
     meta = json.loads((newer / "meta.json").read_text())
-    (newer / "meta.json").write_text(json.dumps(meta | dict(version=WITH_GRADIENT + 1)))
+    (newer / "meta.json").write_text(json.dumps(meta | dict(version=NEWEST + 1)))
     for step in (2, 3, 4):
         save_checkpoint(tmp_path, model, optimizer, step=step)
     assert names(tmp_path) == {"step-00000001", "step-00000003", "step-00000004", "latest"}

@@ -154,6 +154,35 @@ def test_it_comes_back_in_the_models_dtype(tmp_path):
     assert all(p.grad.dtype == torch.bfloat16 and p.grad.count_nonzero() for p in model.parameters())
 
 
+def on_rank_0_alone(world, directory):
+    """-> the errors of a save where a gradient waits on rank 0, and of a load where rank 0 alone could take one."""
+    model = made(GPT2)
+    optimizer, ids = torch.optim.AdamW(model.parameters()), torch.arange(12).view(2, 6)
+    delayed = DelayedGradients(model)
+
+    def late():
+        loss = model(ids, labels=ids, step=0, first_sample=0).loss
+        loss.backward()
+        delayed.swap(loss)
+
+    if world.rank == 0:
+        late()
+    errors = [said(lambda: save_checkpoint(directory, model, optimizer, step=1))]
+    if world.rank > 0:
+        late()
+    save_checkpoint(directory, model, optimizer, step=1)
+    other = model if world.rank == 0 else made(GPT2)
+    theirs = torch.optim.AdamW(other.parameters())
+    return [*errors, said(lambda: load_checkpoint(directory, other, theirs))]
+
+
+def test_one_that_some_ranks_have_is_named(ranks, tmp_path):
+    for save, load in ranks(3, on_rank_0_alone, str(tmp_path)):
+        words = "save_checkpoint: a gradient that is not yet applied waits on rank 0 and not on ranks 1, 2: "
+        assert save.startswith(words)
+        assert "of training with gradients one step late, and nothing on ranks 1, 2 would apply it; load" in load
+
+
 def refusals(world, directory):
     model = made(GPT2)
     optimizer = torch.optim.AdamW(param_groups(model.double(), weight_decay=0.1), lr=1e-2)

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from .errors import named
 from .folder import META, SAVING, read_latest, warn_of_newer
 from .hooks import HookState, Reading, put_hook, read_hook
 from .meta import Meta, files_of, has_contents, opened, read_text
-from .pending import check_pending, read_pending
+from .pending import check_pending, ranks_without, read_pending
 from .pieces import BUFFER, Sources, Stored, check_apart, check_count, fill
 from .ranks import Ranks, all_ranks
 from .shards import DTYPES, ShardReader, TensorEntry, parts, verify
@@ -133,8 +134,8 @@ def _check_same(path: Path, raw: bytes) -> None:
         raise OSError(f"{path} of {host()[0]} is not the file that rank 0 reads: all ranks must share one folder")
 
 
-def _check(checkpoint: _Checkpoint, stock: state.Stock, wanted: _Wanted) -> None:
-    """ValueError where the checkpoint is not of this model and optimizer."""
+def _check(checkpoint: _Checkpoint, stock: state.Stock, wanted: _Wanted, without: Sequence[int] = ()) -> None:
+    """ValueError where the checkpoint is not of this model and optimizer.  ``without``: of :func:`ranks_without`."""
     path, meta = checkpoint.path, checkpoint.meta
     state.check_model(path, wanted.model, stock, wanted.elsewhere)
     if meta["version"] != 1:
@@ -148,7 +149,7 @@ def _check(checkpoint: _Checkpoint, stock: state.Stock, wanted: _Wanted) -> None
         groups = state.groups_of(wanted.entries, wanted.optimizers)
         state.check_numbers(path, meta["param_groups"], wanted.optimizers)
         state.check_groups(path, groups, meta["param_groups"], wanted.elsewhere)
-        check_pending(path, meta, wanted.model)
+        check_pending(path, without, checkpoint.ranks)
 
 
 def _warn_of_buffers(checkpoint: _Checkpoint, wanted: _Wanted) -> None:
@@ -166,7 +167,8 @@ def _warn_of_buffers(checkpoint: _Checkpoint, wanted: _Wanted) -> None:
 
 def _read(checkpoint: _Checkpoint, wanted: _Wanted) -> _LoadedState:
     stock = {name: (DTYPES[dtype], tuple(shape)) for name, (dtype, shape) in checkpoint.meta["tensors"].items()}
-    checkpoint.ranks.together(lambda: _check(checkpoint, stock, wanted))
+    without = ranks_without(checkpoint.meta, wanted.model, checkpoint.ranks)
+    checkpoint.ranks.together(lambda: _check(checkpoint, stock, wanted, without))
     sources = _verified(checkpoint, stock)
     return checkpoint.ranks.together(lambda: _filled(checkpoint, stock, sources, wanted))
 

@@ -14,6 +14,7 @@ from .shards import DTYPES, FileEntry
 
 VERSION = 2  # of the formats: Philox, parameter layouts, names, files
 WITH_GRADIENT = 3  # the same, with a gradient that is not yet applied
+WITH_MORE = NEWEST = 4  # the same, with buffers or numbers of Python's, and maybe such a gradient
 Meta = dict[str, Any]
 
 _SEAL = re.compile(rb'{"sha256": "([0-9a-f]{64})",\n')
@@ -36,8 +37,8 @@ def opened(path: Path, raw: bytes) -> Meta:
         raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from None
     if not isinstance(meta, dict) or type(meta.get("version")) is not int:
         raise ValueError(f"{path} is damaged: it must be an object with a version")
-    if meta["version"] not in (1, VERSION, WITH_GRADIENT):
-        raise ValueError(f"{path} has format version {meta['version']}, this tpfuse reads {WITH_GRADIENT}")
+    if meta["version"] not in (1, VERSION, WITH_GRADIENT, WITH_MORE):
+        raise ValueError(f"{path} has format version {meta['version']}, this tpfuse reads {NEWEST}")
     if meta["version"] != 1:
         seal = _SEAL.match(raw)
         if seal is None or seal[1].decode() != hashlib.sha256(raw[seal.end() :]).hexdigest():

@@ -2,6 +2,7 @@
 its batch's loss in meta.json."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ...pipeline.delays import Pending, delay_of
 from .hooks import Reading
 from .meta import WITH_GRADIENT, Meta
 from .pieces import Piece, piece
+from .ranks import Ranks, ranks_named
 from .state import Entries, as_slice, stored_name
 
 KEY = "pending"  # in meta.json
@@ -35,11 +37,30 @@ def pending_pieces(entries: Entries, pending: Pending | None) -> tuple[list[Piec
     return pieces, dict(version=WITH_GRADIENT, pending=dict(loss=loss if math.isfinite(loss) else str(loss)))
 
 
-def check_pending(path: Path, meta: Meta, model: nn.Module) -> None:
-    """ValueError where a checkpoint has a gradient that waits, and nothing of the model would apply it."""
-    if meta.get(KEY) is not None and delay_of(model) is None:
+def check_pending_everywhere(waiting: Sequence[bool]) -> None:
+    """ValueError where a gradient waits on some ranks alone, of those that ``waiting`` lists."""
+    some, others = ([rank for rank, waits in enumerate(waiting) if waits is kind] for kind in (True, False))
+    if some and others:
         raise ValueError(
-            f"{path} holds a gradient that is not yet applied, of training with gradients one step late; load"
+            f"a gradient that is not yet applied waits on {ranks_named(some)} and not on {ranks_named(others)}: where"
+            " gradients are one step late, as of tpfuse.DelayedGradients, they are so on every rank"
+        )
+
+
+def ranks_without(meta: Meta, model: nn.Module, ranks: Ranks) -> list[int]:
+    """Returns the ranks on which nothing of the model would apply the gradient that waits in a checkpoint, if one
+    does; each rank calls it."""
+    if meta.get(KEY) is None:
+        return []
+    return [rank for rank, delays in enumerate(ranks.gather(lambda: delay_of(model) is not None)) if not delays]
+
+
+def check_pending(path: Path, without: Sequence[int], ranks: Ranks) -> None:
+    """ValueError where a checkpoint has a gradient that waits, which ranks are ``without`` use for."""
+    if without:
+        some = f", and nothing on {ranks_named(without)} would apply it" if len(without) < ranks.size else ""
+        raise ValueError(
+            f"{path} holds a gradient that is not yet applied, of training with gradients one step late{some}; load"
             ' it after tpfuse.pipeline.schedule(model, mesh, "2bw", ...) or, in one process,'
             " tpfuse.DelayedGradients(model), or without the optimizer"
         )

@@ -4,7 +4,7 @@ Those of a save in the background travel in a gloo group of their own: they must
 and must outlive ``destroy_process_group``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -35,6 +35,10 @@ class Ranks(NamedTuple):
         """Returns ``action()`` of rank 0, which alone calls it; its error is an error of all."""
         value: Any = self.gather(lambda: action() if self.rank == 0 else None)[0]
         return value
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def all_ranks(*, background: bool = False) -> Ranks:

@@ -10,7 +10,7 @@ pieces there is one block of them in wider integers at a time.
 import functools
 import json
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ from ...ranks.agreement import digest, is_checking
 from ...ranks.messages import channel, gather
 from ..data_parallel import replica_of
 from .pieces import Place
+from .ranks import ranks_named
 from .state import STATE, Optimizers, as_tuple, entries_of, groups_of, owners_of, pieces_of, unwrap
 
 Bits = Mapping[Place, int]  # 8 bytes of a rank's pieces, by where they are
@@ -78,12 +79,8 @@ def _verdict(values: Mapping[int, int]) -> str:
     camps = sorted(alike.values(), key=lambda ranks: (-len(ranks), ranks))
     if 2 * len(camps[0]) > len(values):
         odd = sorted(rank for camp in camps[1:] for rank in camp)
-        return f"{_ranks(odd)} {'differ' if len(odd) > 1 else 'differs'} from {_ranks(camps[0])}"
-    return f"{' and '.join(map(_ranks, camps))} differ"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        return f"{ranks_named(odd)} {'differ' if len(odd) > 1 else 'differs'} from {ranks_named(camps[0])}"
+    return f"{' and '.join(map(ranks_named, camps))} differ"
 
 
 # ---- over the axes of a model ----
@@ -101,9 +98,10 @@ def check_replicas(model: nn.Module, optimizer: Optimizers | None = None) -> Non
     what decides the model's next call: its seed and step, dropout and the modes of its parts.
 
     Compared are tensor-parallel ranks (what is not split, and kv heads that several hold), context-parallel ones,
-    replicas (a model's ``dp``, or those of its DistributedDataParallel or FSDP) and pipeline stages.  Every rank calls
-    it.  ValueError on every one where something differs: it names the parameters and the ranks, and which rank is the
-    odd one where most of three or more agree.
+    replicas (a model's ``dp``, or those of its DistributedDataParallel or FSDP) and pipeline stages.  Buffers are not:
+    statistics, as nn.BatchNorm1d keeps, are of each replica's own rows.  Every rank calls it.  ValueError on every one
+    where something differs: it names the parameters and the ranks, and which rank is the odd one where most of three
+    or more agree.
     """
     with _disable_current_modes():
         axes = _axes(model)

@@ -25,8 +25,9 @@ from .errors import named
 from .folder import SAVING, check_shared, new_checkpoint, publish, read_latest, tidy
 from .hooks import hook_pieces
 from .job import JobProcess, check_held, take
-from .meta import NATURAL, VERSION, Meta, check_json, is_natural, read_text, sealed
-from .pending import pending_pieces
+from .meta import NATURAL, VERSION, WITH_MORE, Meta, check_json, is_natural, read_text, sealed
+from .pending import KEY as PENDING
+from .pending import check_pending_everywhere, pending_pieces
 from .pieces import BUFFER, Piece, PieceInfo, Place, shares
 from .ranks import Ranks, all_ranks
 from .replicas import SAME_BITS, bits_of, differences
@@ -34,6 +35,7 @@ from .shards import NAMES, FileEntry, check_size, write_shard
 from .stages import check_stages, merged, stage_in
 from .state import (
     MODEL,
+    NUMBER,
     Group,
     Optimizers,
     as_tuple,
@@ -209,6 +211,7 @@ def _prepare(
         return _Mine(infos, digests, about[_GROUPS], adapters=about.get(_ADAPTERS, {}), stage=stage)
 
     replies = ranks.gather(mine)
+    check_pending_everywhere([PENDING in reply.digests for reply in replies])
     nothing = "nothing", ""  # of a key that a rank's meta.json would not have
     for rank, reply in enumerate(replies):
         for key in (replies[0].digests | reply.digests).keys():
@@ -222,6 +225,8 @@ def _prepare(
     if adapters := merged_adapters([reply.adapters for reply in replies]):
         meta[_ADAPTERS] = adapters
     infos = [reply.held for reply in replies]
+    if any(p.name.startswith((BUFFER, NUMBER)) for p in itertools.chain(*infos)):
+        meta["version"] = WITH_MORE
     places = shares(infos)[ranks.rank]
     holders = Counter((p.name, p.offset) for held in infos for p in held)
     shared = [place for place in pieces if holders[place] > 1 and is_compared(place[0])]

@@ -22,7 +22,7 @@ from .pieces import BUFFER, Index, Piece, full_piece, piece
 from .shards import NAMES
 
 MODEL = "model."  # before the names of parameters
-STATE = _TENSOR, _NUMBER = "optimizer.", "number."  # before the names of the optimizer's state; of Python's numbers
+STATE = _TENSOR, NUMBER = "optimizer.", "number."  # before the names of the optimizer's state; of Python's numbers
 MAIN = "main_weight"  # among the optimizer's state of a parameter: its fp32 weight in a MainGrad
 Entries = dict[str, tuple[nn.Parameter, Spec, TensorParallel]]  # parameters by name
 Stock = Mapping[str, tuple[torch.dtype, Index]]  # what a checkpoint holds: dtype and whole shape by name
@@ -136,7 +136,7 @@ def pieces_of(entries: Entries, owners: Owners) -> list[Piece]:
         held = {} if owner is None else owner.optimizer.state.get(owner.weight, {})
         for key, value in (held | main if owners else {}).items():
             if value is not None:
-                kind = _NUMBER if isinstance(value, int | float) else _TENSOR
+                kind = NUMBER if isinstance(value, int | float) else _TENSOR
                 value, stored = _as_tensor(own_name, key, value), f"{kind}{name}.{key}"
                 if owner is not None and owner.keeps_whole(key):
                     pieces.append(full_piece(stored, value))
@@ -166,8 +166,15 @@ def buffer_pieces(model: nn.Module) -> dict[str, Piece]:
                 f"the buffer {name} is a {type(x).__name__}, which a checkpoint does not hold; register it with"
                 " persistent=False, or keep the model's state_dict() by torch.save"
             )
-        pieces[name] = full_piece(f"{BUFFER}{name}", x)
+        part = full_piece(f"{BUFFER}{name}", x)
+        pieces[name] = _as_real(part) if part.local.is_complex() else part
     return pieces
+
+
+def _as_real(part: Piece) -> Piece:
+    """Returns a piece of complex numbers as one of their real and imaginary parts, in a last dimension."""
+    real = torch.view_as_real(part.local.resolve_conj())
+    return Piece(part.name, real, (*part.offset, 0), (*part.shape, 2))
 
 
 def _as_tensor(name: str, key: str, value: Any) -> Tensor:
@@ -333,7 +340,7 @@ def optimizer_state(entries: Entries, values_read: Values, owners: Owners) -> Op
         prefix, owner = f"optimizer.{name}.", owners.get(stepped(p))
         values: StateValues = {}
         for key in _keys(values_read, prefix):
-            if values_read[key].name.startswith(_NUMBER):
+            if values_read[key].name.startswith(NUMBER):
                 values[key.removeprefix(prefix)] = values_read[key].local.item()
                 continue
             if owner is not None and owner.keeps_whole(key.removeprefix(prefix)):
@@ -364,9 +371,10 @@ def as_slice(part: Piece, spec: Spec) -> Tensor:
 
 
 def put_model(model: nn.Module, values_read: Values) -> None:
-    for part in buffer_pieces(model).values():
-        if part.name in values_read:
-            part.local.copy_(values_read[part.name].local)
+    for name, x in named_buffers(model).items():
+        if f"{BUFFER}{name}" in values_read:
+            value, x = values_read[f"{BUFFER}{name}"].local, local(x.detach())
+            x.copy_(torch.view_as_complex(value) if x.is_complex() else value)
     for name, (p, spec, _) in entries_of(model).items():
         x = p.detach()
         local(x).copy_(as_slice(values_read[f"model.{name}"], spec))
