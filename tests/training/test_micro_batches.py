@@ -12,6 +12,8 @@ from bench.bits.kinds import KINDS
 from tpfuse import TensorParallel, clip_grad_norm_, data_parallel, save_checkpoint
 from tpfuse.layers.shards import named_specs
 from tpfuse.models import GPT
+from tpfuse.pipeline import schedule
+from tpfuse.pipeline.trees import micro_batches_of
 from tpfuse.training.micro_batches import MicroBatchReplica
 
 K, SAMPLES, SEQ = 4, 3, 13
@@ -329,6 +331,29 @@ def test_a_step_of_too_few_micro_batches_is_named():
     for step in (torch.tensor(1), 1, 1, 1):
         replica(ids, labels=ids, step=step, first_sample=0).loss.backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def otherwise_later(world):
+    """-> K of a model, after each way of training it that comes after the one before; and after an evaluation."""
+    model = GPT(KINDS["gpt2 odd"], dp=world.group)
+    found = []
+    for count in K, None:
+        data_parallel(model, world.group, bitwise_micro_batches=count)
+        found.append(micro_batches_of(model))
+    mesh = world.stages(2, 1, 1)
+    staged = GPT(KINDS["gpt2 odd"], stage=(world.rank, 2, "1f1b")).eval()
+    call = torch.zeros(K, SEQ, dtype=torch.int64)
+    bitwise, plain = (schedule(staged, mesh["pp"], "1f1b", K, bitwise=bits) for bits in (True, False))
+    found.append(micro_batches_of(staged))
+    for pipeline, how in (bitwise, "evaluate"), (bitwise, "step"), (plain, "evaluate"), (plain, "step"):
+        getattr(pipeline, how)(call, labels=call)
+        found.append(micro_batches_of(staged))
+    return found
+
+
+def test_gradients_are_trees_of_what_trains_last(ranks):
+    for found in ranks(2, otherwise_later):
+        assert found == [K, None, None, None, K, K, None]
 
 
 def too_many(world):

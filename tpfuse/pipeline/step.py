@@ -31,7 +31,7 @@ from .runtime import ChunkStage, Passes, Runtime, Shapes
 from .schedules import EVERY, Order
 from .sharded import Shards, is_shard
 from .simulator import Timeline, simulate
-from .trees import HEAD, GradientTrees, taking_head_gradients
+from .trees import HEAD, GradientTrees, forget_micro_batches, taking_head_gradients
 
 _WHICH = "which pipeline, in the order in which they were made"
 
@@ -41,7 +41,11 @@ class Pipeline:
 
     def __init__(self, model: Any, group: dist.ProcessGroup, order: Order, *, bitwise: bool):
         self.model, self.group, self.order = model, group, order
-        self.trees = self._new_trees() if bitwise else None
+        self.trees: GradientTrees | None = None
+        if bitwise:
+            self.trees = self._new_trees()
+        else:
+            forget_micro_batches(model)
         self.micro_batch = 0  # of the backward pass that runs
         self.splits = EVERY[order.schedule].split
         self.store, self.shards = WeightGradients(), Shards(model)
@@ -120,8 +124,10 @@ class Pipeline:
         sums = backward and not mains  # MainGrad sums gradients itself
         earlier = self._set_aside() if sums else {}
         filler = self.filler if backward else None
-        if self.trees is not None:
+        if backward and self.trees is not None:
             self.trees = self._new_trees()  # of the parameters that are trained now
+        elif backward:
+            forget_micro_batches(model)
         try:
             with all_or_nothing(model.parameters() if backward else ()):
                 with self.shards.gathered(backward=backward):

@@ -175,3 +175,8 @@ def _prepare_graphs() -> None:
 def micro_batches_of(model: nn.Module) -> int | None:
     """Returns the K micro-batches of which a model's gradients are trees; None where they are none."""
     return _counts.get(model)
+
+
+def forget_micro_batches(model: nn.Module) -> None:
+    """Says that a model's gradients are no trees from now on, as they may have been before."""
+    _counts.pop(model, None)

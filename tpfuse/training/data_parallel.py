@@ -22,7 +22,7 @@ from ..kernels.runtime.rules import COUNT, NOT_NEGATIVE, check_number, listed
 from ..layers.shards import named_specs
 from ..models.model import Model, staged_in
 from ..parallel import TensorParallel, resolve
-from ..pipeline.trees import GradientTrees
+from ..pipeline.trees import GradientTrees, forget_micro_batches
 from ..ranks.agreement import Header, agree
 from ..ranks.messages import together
 from .calls import CallRecord, record_calls
@@ -113,6 +113,7 @@ def data_parallel(
             if elements is not tensor:
                 tensor.copy_(elements)
         return MicroBatchReplica(model, _trees(model, bitwise_micro_batches // group.size(), group))
+    forget_micro_batches(model)
     left_out = {*getattr(model, _IGNORED, ()), *(name for name, _, tp in _parameters(model) if tp.replicas > 1)}
     if left_out:
         setattr(model, _IGNORED, left_out)
