@@ -78,6 +78,22 @@ def test_layers_that_peft_alone_would_adapt_are_named(asked):
     assert all(p.requires_grad for p in model.parameters())
 
 
+@pytest.mark.parametrize("asked", [r".*(decoder|query)", ["decoder", "query"]])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_that_peft_would_adapt_is_named(asked, tied):
+    """Where its weight is the embedding's too, which has no name of its own among ours."""
+    theirs = peft.get_peft_model(make("bert-mlm", tie_word_embeddings=tied), config(target_modules=asked))
+    name = "cls.predictions.decoder"
+    assert hasattr(theirs.get_base_model().get_submodule(name), "lora_A")
+    model = parallelize(make("bert-mlm", tie_word_embeddings=tied))
+    with pytest.raises(ValueError, match=f"add_adapter: target_modules=.* names {name}, whose adapters are not built"):
+        model.add_adapter(config(target_modules=asked))
+    small_model = parallelize(small())
+    with pytest.raises(ValueError, match="names lm_head, whose adapters are not built"):
+        small_model.add_adapter(config(target_modules=r".*(c_fc|lm_head)"))
+    model.add_adapter(config(target_modules=[r"query"]))
+
+
 def test_patterns_of_experts_are_refused_where_there_are_none():
     """PEFT gives Phi-3's gate_up_proj the other rank."""
     patterns = dict(rank_pattern={r".*\.gate_up_proj": 8}, alpha_pattern={r".*\.gate_up_proj": 16})

@@ -7,6 +7,7 @@ from ..layers.lora import trained_modules
 from ..layers.moe import ParallelMoE
 from ..layers.projections import ProjectionNames
 from ..layers.shards import named_specs, unwrapped_name
+from ..models.files.names import tied_names
 from ..models.head import ReplicatedLinear
 from ..models.model import Model
 
@@ -53,7 +54,8 @@ class Adaptables(NamedTuple):
 def unadaptable(base: Model) -> dict[str, bool]:
     """Returns the modules whose adapters are not built, by Hugging Face's names; True for a linear layer.
 
-    A head that is trained beside adapters is none of them.
+    A head over the vocabulary is one, also where its weight is the embedding's; a head that is trained beside adapters
+    is none.
     """
     names, trained, modules = ProjectionNames.of(base), trained_modules(base), dict[str, bool]()
     layers = {unwrapped_name(path): module for path, module in base.named_modules()}
@@ -62,4 +64,6 @@ def unadaptable(base: Model) -> dict[str, bool]:
         if leaf == "weight" and not isinstance(layers[path], Adaptable):
             stored = {names.hf_name(tensor).removesuffix(".weight") for tensor in source.names}
             modules |= dict.fromkeys(stored - trained.keys(), isinstance(layers[path], ReplicatedLinear))
+    if base.head is not None and base.config.tie_embeddings:  # whose weight is the embedding's
+        modules[names.hf_name(tied_names(base.config)[1]).removesuffix(".weight")] = False
     return modules
