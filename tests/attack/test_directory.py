@@ -3,6 +3,7 @@
 Spans: tpfuse/models/files, tpfuse/training/checkpoint and tpfuse/interop, whose readers meet the same spoilt files.
 """
 
+import errno
 import functools
 import json
 import os
@@ -11,6 +12,7 @@ import shutil
 import stat
 import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -493,8 +495,10 @@ def test_a_target_that_cannot_be_written_is_an_oserror_on_every_rank(ranks, tmp_
 def test_a_failed_save_leaves_nothing(tmp_path):
     model = spoil.make("gpt2")
     (tmp_path / "m" / "config.json").mkdir(parents=True)
-    with pytest.raises(OSError, match="save_pretrained: .*config.json cannot be written: it is a directory"):
+    with pytest.raises(OSError) as caught:
         model.save_pretrained(tmp_path / "m")
+    place = tmp_path / "m" / "config.json"
+    assert str(caught.value) == f"save_pretrained: {place} cannot be written: it is a directory"
     assert os.listdir(tmp_path / "m") == ["config.json"]
 
 
@@ -507,6 +511,23 @@ def test_what_safetensors_cannot_write_is_an_oserror(tmp_path, monkeypatch):
     for write in (spoil.make("gpt2").save_pretrained, functools.partial(save_adapter, adapted)):
         with pytest.raises(OSError, match="cannot be written: No space left on device"):
             write(tmp_path / "m" / "n")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_full_disk_is_named_by_the_file(tmp_path, monkeypatch):
+    """Also where it is a config that finds no place, of which the system's error has no name."""
+
+    def full(file, text):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    adapted = add_lora(spoil.make("gpt2"), rank=2, alpha=4)
+    monkeypatch.setattr(Path, "write_text", full)
+    saves = {"config": spoil.make("gpt2").save_pretrained, "adapter_config": functools.partial(save_adapter, adapted)}
+    for name, write in saves.items():
+        with pytest.raises(OSError) as caught:
+            write(tmp_path / "m" / "n")
+        file, _, said = str(caught.value).partition(" cannot be written: ")
+        assert Path(file).match(f"{tmp_path}/m/n/.saving-*/{name}.json") and said == "No space left on device"
     assert os.listdir(tmp_path) == []
 
 

@@ -12,7 +12,7 @@ from einops import rearrange
 
 from bench.models import moe
 from tests.common import error
-from tests.planted import Mistaken
+from tests.planted import Mistaken, planted
 from tpfuse import MainGrad, TensorParallel
 from tpfuse.kernels import Routing
 from tpfuse.kernels.norm import norm_in, reduce_bias_dropout_add_norm
@@ -156,6 +156,26 @@ def test_a_mistake_is_seen(ranks, name, target, mistake, wrong):
 
 
 # ---- within a block's kernels ----
+
+
+def size_messages(world, planted_size: bool) -> int:
+    """Of a step without sequence parallelism, whose ranks have all rows and know their number."""
+    case, sent = CASES["padded"], []
+
+    def counted(right, *args):
+        sent.append(args)
+        return right(*args)
+
+    layer = make(case, TensorParallel(world.group, sequence_parallel=False), FP32)
+    unsized = planted("tpfuse.layers.moe.collect", lambda right, y, tp, size: right(y, tp))
+    with planted("tpfuse.collectives.gather_number", counted), unsized if planted_size else contextlib.nullcontext():
+        step(layer, case, *data(case, FP32))
+    return len(sent)
+
+
+@pytest.mark.parametrize("planted_size", [False, True])
+def test_no_size_is_sent_without_sequence_parallelism(ranks, planted_size):
+    assert ranks(2, size_messages, planted_size) == [int(planted_size)] * 2
 
 
 def between_norms(world, keep: bool):

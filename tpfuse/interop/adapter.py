@@ -8,7 +8,6 @@ base_model.model.{head}.weight           [L, D]        of a classification head,
 Those of experts: expert_adapter.py.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -27,7 +26,7 @@ from ..layers.module import Spec, local
 from ..layers.projections import ProjectionNames
 from ..layers.shards import named_specs
 from ..models.files.directory import open_tensors, read_json
-from ..models.files.disk import NewFiles, save_file
+from ..models.files.disk import NewFiles, save_file, write_json
 from ..models.files.read import DTYPES, reading
 from ..models.files.source import Source, written
 from ..models.files.write import full_tensor
@@ -81,8 +80,7 @@ def save_adapter(model: nn.Module, path: str | Path) -> None:
             tensors = tensors_of_stage | tensors
         if new is not None:
             try:
-                config = json.dumps(_config(base, adapted), indent=2, sort_keys=True)
-                (new.folder / CONFIG).write_text(config + "\n")
+                write_json(_config(base, adapted), new.folder / CONFIG)
                 save_file(tensors, new.folder / WEIGHTS)
                 new.publish()
             except Exception as e:

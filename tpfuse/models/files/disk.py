@@ -5,6 +5,7 @@ followed, be it what a killed save left or somebody's link.  A link under a fina
 """
 
 import contextlib
+import json
 import os
 import shutil
 import stat
@@ -75,6 +76,15 @@ def save_file(tensors: dict[str, Tensor], file: Path) -> None:
     except SafetensorError as error:
         raise OSError(f"{file} cannot be written: {error}") from error
     file.chmod(mode)
+
+
+def write_json(value: dict[str, Any], file: Path) -> None:
+    """Writes a config; OSError, which names the file, where that fails: a full disk's does not."""
+    text = json.dumps(value, indent=2, sort_keys=True) + "\n"
+    try:
+        file.write_text(text)
+    except OSError as error:
+        raise OSError(f"{file} cannot be written: {error.strerror or error}") from error
 
 
 def new_file(path: Path) -> BinaryIO:

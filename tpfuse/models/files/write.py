@@ -2,7 +2,6 @@
 
 import contextlib
 import filecmp
-import json
 import math
 import os
 import re
@@ -10,7 +9,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from ...parallel import TensorParallel
 from ...ranks.messages import raise_together, together
 from ...ranks.shared_memory import host
 from .directory import own_file, read_json
-from .disk import NewFiles, save_file
+from .disk import NewFiles, save_file, write_json
 from .names import ModelFiles
 from .read import CONFIG, INDEX, SINGLE
 from .source import written
@@ -132,8 +131,8 @@ def _finish(model: ModelFiles, new: NewFiles, parts: Sequence[_Written]) -> None
     if count > 1:
         places = {tensor: file for (_, names), file in zip(shards, files, strict=True) for tensor in names}
         total = sum(part.size for part in parts)
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
-    _write_json(folder / CONFIG, config)
+        write_json({"metadata": {"total_size": total}, "weight_map": places}, folder / INDEX)
+    write_json(config, folder / CONFIG)
     if model.origin is not None and model.origin.path is not None:
         _copy_beside(model.origin.path, folder, new.path)
     published = new.publish()
@@ -210,7 +209,3 @@ def _write_shards(
     if pending:
         flush()
     return shards
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
