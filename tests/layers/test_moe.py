@@ -15,6 +15,7 @@ from tests.common import error
 from tests.planted import Mistaken, planted
 from tpfuse import MainGrad, TensorParallel
 from tpfuse.kernels import Routing
+from tpfuse.kernels.experts import alone
 from tpfuse.kernels.norm import norm_in, reduce_bias_dropout_add_norm
 from tpfuse.kernels.runtime.deferred import WeightGradients
 from tpfuse.kernels.runtime.philox import make_rng
@@ -358,6 +359,24 @@ def refused(world):
         ParallelMoE(8, 6, 4, Routing(2), shared_size=7, tp=tp)
     messages.append(str(found.value))
     return messages
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_bits_without_gradients(dtype):
+    """By fewer calls where one process has all experts; and a layer in training mode counts rows for its bias."""
+    cases = {True: Case(4, 64, 96, 8, Routing(2)), False: Case(4, 64, 96, 8, Routing(2), shared=64)}
+    for taken, case in cases.items():
+        layer, x = make(case, None, dtype), data(case, dtype)[0]
+        with torch.no_grad(), mock.patch.object(alone, "expert_outputs", wraps=alone.expert_outputs) as calls:
+            y = layer(x)
+        assert torch.equal(y, layer(x).detach()) and calls.called is taken
+    layer = ParallelMoE(64, 96, 8, Routing(2, biased=True), dtype=dtype)
+    x = torch.randn(5, 64).to(dtype)
+    with torch.no_grad():
+        layer.eval()(x)
+        assert layer.load is None
+        layer.train()(x)
+    assert int(layer.load.sum()) == 10
 
 
 def test_what_is_refused_on_several_ranks(ranks):

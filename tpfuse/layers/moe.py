@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..collectives import collect, copy, split
+from ..kernels.experts import alone
 from ..kernels.experts.records import Routing, check_routing
-from ..kernels.gemm.activation import GATED
+from ..kernels.gemm.activation import ACTIVATIONS, GATED
 from ..kernels.norm import Recompute, reduce_bias_dropout_add_norm
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.op import acc_dtype
@@ -245,6 +246,22 @@ class ParallelMoE(Adaptable):
             load.index_add_(0, chosen.flatten().long(), counted[:, None].expand_as(chosen).flatten())
             self.load = load if self.load is None else self.load.to(load.device) + load
 
+    def _alone(self, x: Tensor) -> Tensor | None:
+        """Returns the output by fewer calls where one process has all experts, no gradient is recorded and nothing else
+        is asked; None elsewhere."""
+        fc1, fc2, router = (self.shard(name) for name in ("fc1", "fc2", "router"))
+        tp, counts = self.tp, self.routing.biased and self.training
+        more = tp.bitwise is not None or tp.row_tile or self.shape.shared_size is not None or self.adapter is not None
+        if self.experts.size > 1 or more or counts or not alone.applies(x, fc1, fc2):
+            return None
+        rows, gated = x.reshape(-1, self.width), ACTIVATIONS[self.activation].gated
+        assert gated is not None
+        y = alone.expert_outputs(
+            rows, router.to(acc_dtype(x)), self.choice_bias,
+            fc1=fc1, fc2=fc2, routing=self.routing, activation=gated,
+        )  # fmt: skip
+        return y.view(x.shape)
+
     def forward(
         self, x: Tensor, *, batch: int = 1, router_sums: bool = False, call: Call | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -255,6 +272,8 @@ class ParallelMoE(Adaptable):
         width.
         """
         check_width("ParallelMoE", x, self.width)
+        if call is None and not router_sums and (y := self._alone(x)) is not None:
+            return y
         call = Call(batch, router_sums=router_sums) if call is None else call
         rows, leaves = x.reshape(-1, self.width), 0 if self._rows_are_whole else self.tp.row_leaves
         summed = lambda parts: reduce_bias_dropout_add_norm(parts, leaves=leaves)[0].view(x.shape)

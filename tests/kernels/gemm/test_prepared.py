@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from tpfuse.kernels.gemm import prepared
 from tpfuse.kernels.gemm.activation import ACTIVATIONS, GATED
-from tpfuse.kernels.gemm.prepared import Dense, Packed, Plain, Transposed, form_for
+from tpfuse.kernels.gemm.prepared import FEW, Dense, Packed, Plain, Transposed, form_for
 
 FORMS = {"plain": Plain(), "transposed": Transposed(), "packed": Packed(8), "dense": Dense()}
 DTYPES = [torch.float32, torch.bfloat16]
@@ -44,12 +44,13 @@ def test_every_map_is_what_it_says(form, rows, biased):
                 close(form.activated(weight, bias, name)(x), activation.forward(z), dtype)
 
 
+@pytest.mark.parametrize("rows", [1, FEW, 70])
 @pytest.mark.parametrize("activation", [*ACTIVATIONS, *GATED])
-def test_the_first_map_of_an_mlp(form, activation):
+def test_the_first_map_of_an_mlp(form, activation, rows):
     form, dtype = form
     shape = (37, 2) if activation in GATED else (37,)
     with torch.no_grad():
-        x, weight, bias = (torch.randn(*s).to(dtype) for s in ((70, 24), (*shape, 24), shape))
+        x, weight, bias = (torch.randn(*s).to(dtype) for s in ((rows, 24), (*shape, 24), shape))
         z = F.linear(x.double(), weight.flatten(0, -2).double(), bias.flatten().double()).unflatten(1, shape)
         if activation in GATED:
             want = ACTIVATIONS[GATED[activation]].forward(z[..., 0]) * z[..., 1]
@@ -60,11 +61,16 @@ def test_the_first_map_of_an_mlp(form, activation):
 
 @pytest.mark.parametrize(
     "instructions, few, half_row, half_rows",
-    [(("AVX512",), (Plain, Plain), Transposed, Plain), (("AVX512", "amx_bf16"), (Transposed, Packed), Packed, Packed)],
-    ids=["without 16 bits", "with"],
+    [
+        (("AVX512",), (Plain, Plain), Transposed, Plain),
+        (("AVX512", "avx512_bf16"), (Transposed, Packed), Packed, Packed),
+        (("AVX512", "avx512_bf16", "amx_bf16"), (Transposed, Packed), Plain, Packed),
+    ],
+    ids=["without 16 bits", "with", "with AMX"],
 )
 def test_a_copy_is_made_where_it_pays(monkeypatch, instructions, few, half_row, half_rows):
     monkeypatch.setattr(prepared, "instructions", lambda: instructions)
+    monkeypatch.setattr(prepared, "multiplies_tiles", lambda: "amx_bf16" in instructions)
     kind = lambda *args: type(form_for(args[0], rows=args[1], times=args[2]))
     if prepared._has_onednn(torch.float32):
         assert (kind(torch.float32, 1, 1000), kind(torch.float32, 3, 1000)) == few

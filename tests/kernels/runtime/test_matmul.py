@@ -150,3 +150,26 @@ def test_what_torch_says_is_asked(monkeypatch):
         assert processor.multiplies.__wrapped__(dtype) == bool(getattr(torch.ops.mkldnn, op)())
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert not processor.multiplies.__wrapped__(BF16)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_one_row_times_a_vectors_product(monkeypatch, biased):
+    """As with AMX, bf16 and contiguous; anything else is mm's."""
+    random = torch.Generator().manual_seed(0)
+    x, w, b = (torch.randn(*shape, generator=random).to(BF16) for shape in ((1, 24), (10, 24), (10,)))
+    b, calls = b if biased else None, []
+    name = "addmv" if biased else "mv"
+    right = getattr(torch, name)
+    monkeypatch.setattr(torch, name, lambda *args, **named: calls.append(args) or right(*args, **named))
+    exact = torch.nn.functional.linear(x.double(), w.double(), None if b is None else b.double())
+    place = torch.empty(1, 10, dtype=BF16)
+    for tiles, count in ((False, 0), (True, 1)):
+        monkeypatch.setattr(matmul, "multiplies_tiles", lambda tiles=tiles: tiles)
+        monkeypatch.setattr(matmul, "multiplies", lambda dtype: True)
+        torch.testing.assert_close(matmul.row(x, w, b).double(), exact, rtol=0.02, atol=0.02)
+        assert len(calls) == count
+    assert biased or (matmul.row(x, w, place=place) is place and torch.equal(place, matmul.row(x, w)))
+    calls.clear()
+    matmul.row(x, w.t().contiguous().t(), b)
+    matmul.row(x.float(), w.float(), None if b is None else b.float())
+    assert calls == []

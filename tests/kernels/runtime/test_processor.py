@@ -24,3 +24,20 @@ def test_the_model(text, expected, tmp_path, monkeypatch):
     (tmp_path / "cpuinfo").write_text(text)
     assert processor.model_name(tmp_path) == (expected or "riscv")
     assert processor.model_name(tmp_path / "absent") == "riscv"
+
+
+@pytest.mark.parametrize(
+    "flags, limit, expected",
+    [
+        (("AVX512", "amx_bf16"), None, True),
+        (("AVX512", "amx_bf16"), "avx512_core_amx", True),
+        (("AVX512", "amx_bf16"), "ALL", True),
+        (("AVX512", "amx_bf16"), "AVX512_CORE_BF16", False),
+        (("AVX512", "avx512_bf16"), None, False),
+    ],
+)
+def test_tiles_of_bf16(monkeypatch, flags, limit, expected):
+    monkeypatch.setattr(processor, "instructions", lambda: flags)
+    monkeypatch.setitem(processor.LIMITS, "ONEDNN_MAX_CPU_ISA", limit)
+    monkeypatch.setitem(processor.LIMITS, "DNNL_MAX_CPU_ISA", None)
+    assert processor.multiplies_tiles.__wrapped__() is expected

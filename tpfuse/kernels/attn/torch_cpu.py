@@ -8,7 +8,7 @@ queries: torch chooses its blocks by the number of positions.  ``python -m bench
 import torch
 from torch import Tensor
 
-from ..runtime.processor import SUPPORTED, instructions, multiplies
+from ..runtime.processor import SUPPORTED, instructions, multiplies, multiplies_tiles
 from .options import INF, Options
 from .reference import rotate_both
 
@@ -18,10 +18,8 @@ _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 # under a causal mask.
 SMALL_BLOCKS = range(257, 768)
 SLOW_SMALL_BLOCKS = ("AVX2",), ("AVX512", "avx512_bf16")
-# Positions from which on they are of 64 rows, and no longer of 32, and instructions with which backward in bf16 is
-# faster then.
+# Positions from which on they are of 64 rows, and no longer of 32; with AMX backward in bf16 is faster then.
 FEWEST_ROWS = 192
-FAST_BACKWARD = "amx_bf16"
 
 
 def is_plain(qkv: Tensor, options: Options, *, backward: bool = False) -> bool:
@@ -38,7 +36,7 @@ def _is_faster(dtype: torch.dtype, options: Options, backward: bool) -> bool:
     if dtype not in SUPPORTED or not multiplies(dtype):
         return False
     long = options.seq >= FEWEST_ROWS and dtype == torch.bfloat16
-    return not backward or (long and FAST_BACKWARD in instructions())
+    return not backward or (long and multiplies_tiles())
 
 
 def _by_sample(rows: Tensor, qkv: Tensor, options: Options) -> Tensor:

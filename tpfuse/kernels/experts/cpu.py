@@ -12,9 +12,9 @@ from torch import Tensor
 from ..gemm.runs import gradient_of, value_of
 from ..runtime import matmul
 from ..runtime.op import acc_dtype, launched, row_blocks
+from .products import ALIGNED, Product, halves, times_transposed
 from .records import ExpertRows, Sides
 from .reference import (
-    ALIGNED,
     experts_dact_ref,
     experts_down_ref,
     experts_dx_ref,
@@ -29,18 +29,23 @@ def _begin_lines(*tensors: Tensor) -> bool:
     return all(t.is_contiguous() and not t.data_ptr() % ALIGNED and not t[:1].nbytes % ALIGNED for t in tensors)
 
 
+def _times(x: Tensor, w: Tensor, place: Tensor) -> None:
+    """x [r, N], w [N, K] -> x w [r, K]"""
+    matmul.mm(x, w, place=place)
+
+
 def _in_order(x: Tensor, index: Tensor | None) -> Tensor:
     """Returns rows sorted by expert."""
     return x if index is None else x.index_select(0, index)
 
 
-def _multiply(x: Tensor, matrices: Tensor, offsets: Tensor, y: Tensor) -> Tensor:
-    """x [n, K] sorted by expert, matrices [E, K, N] -> y [n, N], filled."""
+def _multiply(product: Product, x: Tensor, weights: Tensor, *, offsets: Tensor, y: Tensor) -> Tensor:
+    """x [n, K] sorted by expert -> y [n, ..], filled with each expert's product of its rows and its weight."""
     sizes = offsets.diff().tolist()
     busy = [expert for expert, size in enumerate(sizes) if size]
     pieces = (t.split([sizes[expert] for expert in busy]) for t in (x, y))
     for expert, rows, place in zip(busy, *pieces, strict=True):
-        matmul.mm(rows, matrices[expert], place=place)
+        product(rows, weights[expert], place)
     return y
 
 
@@ -62,8 +67,7 @@ def experts_up_cpu(x: Tensor, rows: ExpertRows, w1: Tensor, activation: str, til
     z = x.new_empty(len(ordered), 2, w1.shape[1] // 2)
     if tile or not _begin_lines(ordered, z.flatten(0, 1), w1.flatten(0, 1)):
         return experts_up_in_halves(x, rows, w1, activation, tile=tile)
-    for half in range(2):
-        _multiply(ordered, w1[:, half::2].mT, rows.offsets, z[:, half])
+    _multiply(halves, ordered, w1, offsets=rows.offsets, y=z)
     return z, value_of(z, activation)
 
 
@@ -74,7 +78,7 @@ def experts_down_cpu(
     y = a.new_empty(len(a), w2.shape[1])
     if tile or not _begin_lines(a, y, w2):
         return experts_down_ref(a, rows, w2, weights, count=count, tile=tile, room=room)
-    _multiply(a, w2.mT, rows.offsets, y)
+    _multiply(times_transposed, a, w2, offsets=rows.offsets, y=y)
     if weights is not None:
         for i, j in row_blocks(*y.shape):
             y[i:j].mul_(weights[i:j, None])
@@ -89,7 +93,7 @@ def experts_dact_cpu(
     acc, da = acc_dtype(z), z.new_empty(len(z), w2.shape[2])
     if not _begin_lines(ordered, da, w2):
         return experts_dact_ref(dy, rows, w2, z, weights=weights, activation=activation)
-    _multiply(ordered, w2, rows.offsets, da)
+    _multiply(_times, ordered, w2, offsets=rows.offsets, y=da)
     dz, dg = z.new_empty(len(z), 2 * w2.shape[2]), z.new_empty(len(z), dtype=acc)
     for i, j in row_blocks(*da.shape):
         g, da_rows = weights[i:j, None].to(acc), da[i:j].to(acc)
@@ -106,7 +110,7 @@ def experts_dx_cpu(dz: Tensor, rows: ExpertRows, w1: Tensor, count: int, room: i
     dx = dz.new_empty(len(dz), w1.shape[2])
     if not _begin_lines(dz, dx, w1):
         return experts_dx_ref(dz, rows, w1, count, room=room)
-    _multiply(dz, w1, rows.offsets, dx)
+    _multiply(_times, dz, w1, offsets=rows.offsets, y=dx)
     return _placed(dx, rows, count, room)
 
 

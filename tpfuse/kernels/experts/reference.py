@@ -9,9 +9,8 @@ from ..gemm.op import activation_bwd, activation_fwd
 from ..runtime import matmul
 from ..runtime.op import acc_dtype
 from ..runtime.tiles import check_alike, check_tiles_device, in_tiles
+from .products import ALIGNED, FEW, begins_a_line, halves
 from .records import ExpertRows, Sides
-
-ALIGNED = 64  # bytes, at which torch starts its tensors
 
 
 def _experts_with_rows(offsets: Tensor) -> Iterator[tuple[int, slice]]:
@@ -27,18 +26,14 @@ def _rows(x: Tensor, index: Tensor | None, places: slice) -> Tensor:
     return x[places].clone() if index is None else x.index_select(0, index[places])
 
 
-def _weight(w: Tensor, expert: int) -> Tensor:
-    """Returns an expert's weight, from an aligned address on: a library may add in another order from others."""
-    return w[expert] if w[expert].data_ptr() % ALIGNED == 0 else w[expert].clone()
-
-
 def _destinations(rows: ExpertRows, places: slice) -> Tensor | slice:
     return places if rows.row_index is None else rows.row_index[places]
 
 
 def _product(x: Tensor, w: Tensor, tile: int) -> Tensor:
     """x [n, K], w [N, K] -> x w' [n, N], by tiles of so many rows unless 0."""
-    return in_tiles(lambda rows: (matmul.linear(rows, w),), x, tile)[0]
+    multiply = lambda rows: (matmul.row if rows.shape[0] == 1 else matmul.linear)(rows, w)
+    return in_tiles(lambda rows: (multiply(rows),), x, tile)[0]
 
 
 def check_expert_tiles(x: Tensor, w1: Tensor, w2: Tensor, tile: int) -> None:
@@ -54,7 +49,7 @@ def experts_up_ref(x: Tensor, rows: ExpertRows, w1: Tensor, activation: str, til
     n, N = (x if rows.row_index is None else rows.row_index).shape[0], w1.shape[1]
     z, a = x.new_empty(n, N), x.new_empty(n, N // 2)
     for e, places in _experts_with_rows(rows.offsets):
-        product = _product(_rows(x, rows.row_index, places), _weight(w1, e), tile)
+        product = _product(_rows(x, rows.row_index, places), begins_a_line(w1[e]), tile)
         z[places], a[places] = product, activation_fwd(product, activation)
     return z, a
 
@@ -66,7 +61,10 @@ def experts_up_in_halves(
     n, (_, N, D) = (x if rows.row_index is None else rows.row_index).shape[0], w1.shape
     z, aligned = x.new_empty(n, 2, N // 2), D * w1.element_size() % ALIGNED == 0
     for e, places in _experts_with_rows(rows.offsets):
-        x_e, w = _rows(x, rows.row_index, places), _weight(w1, e)
+        x_e, w = _rows(x, rows.row_index, places), begins_a_line(w1[e])
+        if x_e.shape[0] <= FEW and not tile:
+            halves(x_e, w, z[places])
+            continue
         for half in range(2):
             z[places, half] = _product(x_e, w[half::2] if aligned else w[half::2].contiguous(), tile)
     return z, activation_fwd(z, activation)
@@ -82,7 +80,7 @@ def experts_down_ref(
     """
     y = a.new_zeros(count + room, w2.shape[1])
     for e, places in _experts_with_rows(rows.offsets):
-        product = _product(_rows(a, None, places), _weight(w2, e), tile)
+        product = _product(_rows(a, None, places), begins_a_line(w2[e]), tile)
         weighted = product if weights is None else product * weights[places, None]
         y[_destinations(rows, places)] = weighted.to(y.dtype)
     return y
@@ -96,7 +94,7 @@ def experts_dact_ref(
     dz, ga, dg = z.new_empty(n, 2 * F), z.new_empty(n, F), z.new_empty(n, dtype=acc)
     for e, places in _experts_with_rows(rows.offsets):
         g, z_e = weights[places, None].to(acc), _rows(z, None, places)
-        da = matmul.mm(_rows(dy, rows.row_index, places), _weight(w2, e)).to(acc)
+        da = matmul.mm(_rows(dy, rows.row_index, places), begins_a_line(w2[e])).to(acc)
         a = activation_fwd(z_e, activation).to(acc)
         dg[places], ga[places] = (da * a).sum(-1), (a * g).to(z.dtype)
         dz[places], _, _ = activation_bwd((da * g).to(z.dtype), z_e, activation, rebuild=False, bias=None)
@@ -110,7 +108,7 @@ def experts_dx_ref(dz: Tensor, rows: ExpertRows, w1: Tensor, count: int, room: i
     """
     dx = dz.new_zeros(count + room, w1.shape[2])
     for e, places in _experts_with_rows(rows.offsets):
-        dx[_destinations(rows, places)] = matmul.mm(_rows(dz, None, places), _weight(w1, e))
+        dx[_destinations(rows, places)] = matmul.mm(_rows(dz, None, places), begins_a_line(w1[e]))
     return dx
 
 

@@ -30,6 +30,7 @@ from ..runtime.op import GEMM, acc_dtype, as_rows, autocast, op
 from ..runtime.rules import described
 from ..runtime.tiles import in_tiles
 from .cost import router_bwd_cost, router_fwd_cost
+from .products import begins_a_line
 from .records import Routed, Routing, check_routing
 from .triton_router import router_bwd_launch, router_fwd_launch
 
@@ -127,9 +128,10 @@ def router_bwd_ref(
 
 def _product(x: Tensor, w: Tensor) -> Tensor:
     """x [m, K], w [N, K] -> x W' [m, N] in w's dtype, a row the same wherever it stands."""
-    pad = 0, -x.shape[1] % COLUMNS
-    transposed = F.pad(w, pad).contiguous().t()
-    (y,) = in_tiles(lambda rows: (F.pad(rows.to(w.dtype), pad) @ transposed,), x, ROWS)
+    missing = -x.shape[1] % COLUMNS
+    prepared = lambda t: begins_a_line(F.pad(t, (0, missing)) if missing else t)
+    transposed = prepared(w).t()
+    (y,) = in_tiles(lambda rows: (prepared(rows.to(w.dtype)) @ transposed,), x, ROWS)
     return y
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..runtime import matmul
-from ..runtime.processor import instructions, multiplies
+from ..runtime.processor import instructions, multiplies, multiplies_tiles
 from .activation import ACTIVATIONS, GATED
 
 Map = Callable[[Tensor], Tensor]  # x [M, K] -> y [M, N]
@@ -22,15 +22,19 @@ _IN_PLACE: dict[str, Map] = {"silu": partial(F.silu, inplace=True), "relu": torc
 _EPILOGUES = {"silu": ("swish", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("relu", "")}
 
 
+FEW = 4  # rows up to which one product with gate and up in turns is faster than one with each
+
+
 class Plain:
     """torch's linear on the weight as it is: any dtype and layout, no second copy."""
 
     any_rows = False  # whether it is a good form for other numbers of rows too
+    multiplies_in_turns = True  # whether few rows are multiplied by gate and up at once
     pays: int | None = None  # products of one weight from which its second copy is worth its making; None: it has none
 
     def map(self, weight: Tensor, bias: Tensor | None) -> Map:
         """Returns x -> x W' + b."""
-        return lambda x: matmul.linear(x, weight, bias)
+        return lambda x: (matmul.row if len(x) == 1 else matmul.linear)(x, weight, bias)
 
     def partial(self, weight: Tensor) -> Map:
         """Returns x -> x W', of which a sum over ranks is made."""
@@ -55,18 +59,30 @@ class Plain:
         """Returns the first map of an MLP, plain or gated: act(x G' + a) (x U' + b) for weight [F, 2, K] of G and U.
 
         Each half is a GEMM of its own: torch multiplies columns that lie apart by act(gate) in a fifth of the time that
-        it takes for columns side by side.
+        it takes for columns side by side.  Of few rows that is little, and one product reads the weight as it lies.
         """
         if activation not in GATED:
             return self.activated(weight, bias, activation)
         (gate, up), biases = weight.unbind(1), (None, None) if bias is None else bias.unbind(1)
         activate, multiply = self.activated(gate, biases[0], GATED[activation]), self.times(up, biases[1])
-        return lambda x: multiply(x, activate(x))
+        if not self.multiplies_in_turns:
+            return lambda x: multiply(x, activate(x))
+        in_turns = self.map(weight.flatten(0, 1), None if bias is None else bias.flatten())
+        act = ACTIVATIONS[GATED[activation]].forward
+
+        def run(x: Tensor) -> Tensor:
+            if len(x) > FEW:
+                return multiply(x, activate(x))
+            gate, up = in_turns(x).unflatten(1, (-1, 2)).unbind(2)
+            return act(gate).mul_(up)
+
+        return run
 
 
 class Transposed(Plain):
     """A second copy [K, N], for one row: that product reads whole rows of it."""
 
+    multiplies_in_turns = False
     pays = 32
 
     def map(self, weight: Tensor, bias: Tensor | None) -> Map:
@@ -77,6 +93,7 @@ class Transposed(Plain):
 class Packed(Plain):
     """A second copy in the order in which oneDNN reads it for ``rows`` rows."""
 
+    multiplies_in_turns = False
     pays: int | None = 12
 
     def __init__(self, rows: int, any_rows: bool = True):
@@ -156,8 +173,11 @@ def _copied(is_fp32: bool, rows: int, any_rows: bool) -> Plain:
     """Returns the form with the fastest second copy; Plain where none is worth its making.
 
     With AVX-512 and no instructions of 16 bits, MKL reads an fp32 weight of up to three rows as fast as memory gives
-    it, and oneDNN widens bf16 in any form (``python -m bench.kernels.copies``).
+    it, and oneDNN widens bf16 in any form; with AMX it reads a bf16 weight for one row as fast in any form
+    (``python -m bench.kernels.copies``).
     """
+    if rows == 1 and not is_fp32 and multiplies_tiles():
+        return Plain()
     if instructions() == ("AVX512",):
         if is_fp32:
             return Packed(max(rows, 8), any_rows) if rows > 3 else Plain()

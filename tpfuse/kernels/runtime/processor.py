@@ -35,6 +35,13 @@ def multiplies(dtype: torch.dtype) -> bool:
     return supported is not None and limit.upper() not in NARROW and bool(supported())
 
 
+@functools.cache
+def multiplies_tiles() -> bool:
+    """Returns whether oneDNN multiplies tiles of bf16 by AMX instructions here."""
+    limit = LIMITS["ONEDNN_MAX_CPU_ISA"] or LIMITS["DNNL_MAX_CPU_ISA"] or "ALL"
+    return "amx_bf16" in instructions() and (limit.upper() in ("ALL", "DEFAULT") or "AMX" in limit.upper())
+
+
 def order_of_sums() -> dict[str, Any]:
     """Returns what must be the same for the same bits: values of JSON, by their names."""
     precision = torch.get_float32_matmul_precision()

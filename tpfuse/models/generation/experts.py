@@ -46,12 +46,14 @@ class DirectExperts:
                     y.add_(self._output(number - self.first, n), alpha=weight)
             return y.to(n.dtype)
         order, k = ExpertOrder.of(chosen, len(self.router)), self.routing.k
-        rows, weights, bounds = order.numbers // k, weights.flatten()[order.numbers, None], order.offsets.tolist()
-        for number in range(self.first, last):
-            places = slice(bounds[number], bounds[number + 1])
-            if places.start < places.stop:
-                output = self._output(number - self.first, n.index_select(0, rows[places]))
-                y.index_add_(0, rows[places], output * weights[places])
+        bounds = order.offsets.tolist()
+        sizes = {e: bounds[e + 1] - bounds[e] for e in range(self.first, last) if bounds[e] < bounds[e + 1]}
+        if sizes:
+            numbers = order.numbers[bounds[self.first] : bounds[last]]
+            rows = numbers // k
+            pieces = zip(sizes, n.index_select(0, rows).split([*sizes.values()]), strict=True)
+            outputs = torch.cat([self._output(number - self.first, x) for number, x in pieces])
+            y.index_add_(0, rows, outputs * weights.flatten()[numbers, None])
         return y.to(n.dtype)
 
     def _of_shared(self, n: Tensor, dtype: torch.dtype) -> Tensor:
