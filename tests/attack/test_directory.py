@@ -541,7 +541,7 @@ def test_tables_of_positions_are_as_long_as_calls_need():
     model.generate(ids, max_new_tokens=3)
     model(ids, position_ids=torch.arange(5)[None])
     model(ids, cu_seqlens=torch.tensor([0, 2, 5], dtype=torch.int32))
-    assert max(len(t) for _, tables in model._tables.values() for t in tables) <= 8192
+    assert max(len(t) for _, tables in model._rope.kept.values() for t in tables) <= 8192
     far = model(ids, position_ids=torch.arange(20_000, 20_005)[None], return_logits=True).logits
     again = GPT(replace(config, max_positions=32_768)).eval()
     assert torch.equal(far, again(ids, position_ids=torch.arange(20_000, 20_005)[None], return_logits=True).logits)

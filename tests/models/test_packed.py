@@ -12,7 +12,8 @@ from tests.common import assert_close, make_tp
 from tests.models.common import GPT_CONFIG, default_dtype, scramble, whole, whole_logits
 from tests.models.families.test_llama_like import config_of, fused
 from tpfuse.models import GPT
-from tpfuse.models.gpt import _shifted, packed_positions
+from tpfuse.models.gpt import _shifted
+from tpfuse.models.rotary import packed_positions
 
 F64 = torch.float64
 NO_DROPOUT = dict(dropout=0.0, attention_dropout=0.0, embedding_dropout=0.0)

@@ -12,6 +12,7 @@ groups       a model's process groups
 head         the head over a split vocabulary
 inputs       the arguments of a call, checked
 model        the base of GPT and Bert: rng, agreement of the ranks, files
+rotary       tables of rotary positions
 rows         rows out of a batch, and back
 stack        the blocks one after another, kept or recomputed
 stages       the pipeline stages of a model that are on this rank

@@ -16,10 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..kernels.losses.op import check_ids
 from ..kernels.losses.options import IGNORE
 from ..kernels.norm import norm_in
-from ..kernels.rotary.table import rope_table
 from ..kernels.runtime.errors import check
-from ..kernels.runtime.launch import next_power_of_2
-from ..layers.call import Rope, Ropes
 from ..layers.hooks import served
 from ..layers.module import replicated
 from ..layers.norm import LayerNorm
@@ -31,9 +28,8 @@ from .config.bert import BertConfig
 from .embed import Lookup, embed
 from .families import FAMILIES, SEQUENCE
 from .files.read import ModelDirectory
-from .gpt import packed_positions
 from .head import LMHead, ReplicatedLinear, WholeNorm
-from .inputs import Inputs, bound_of, check_asked, check_packed
+from .inputs import Inputs, check_asked, check_packed
 from .model import Model, Output
 from .rows import BatchRows
 from .stack import make_block
@@ -109,7 +105,6 @@ class Bert(Model):
                 self.transform_norm = norm(width, c.eps, c.norm_bias, tp=tp)
             self.head = self._make_head(bias=True) if masked_lm else None
             self.classifier = ClassifierHead("Bert", classifier, c, tp) if classifier is not None else None
-        self._tables: dict[bool, tuple[Any, list[tuple[Tensor, Tensor]]]] = {}
         self._choose_recompute(recompute)
         self._materialize()
 
@@ -167,9 +162,14 @@ class Bert(Model):
         """Checks a call, and makes its rows and the record that all blocks get."""
         cure = "the masked-LM head; make the model with masked_lm=True"
         check_asked("Bert", inputs, self.stages.head or self.classifier is not None, cure)
-        longest = self._check_call(inputs)
-        rows = BatchRows(inputs.shape, self.tp)
-        return self._batch(inputs, rows, longest, None if self.config.rope is None else self._rope(rows, inputs))
+        no_types = "there are no token types, so token_type_ids must be None"
+        check(bool(self.config.type_vocab_size) or inputs.token_type_ids is None, f"Bert: {no_types}")
+        alone = inputs.cu_seqlens is None and inputs.max_seqlen is None
+        check(
+            alone or self.config.rope is not None,
+            "Bert: packed sequences (cu_seqlens, max_seqlen) are not built where positions are learned",
+        )
+        return self._batch(inputs, check_packed("Bert", inputs))
 
     def _embedded(self, batch: Batch) -> tuple[Tensor, Normed]:
         """Returns h and n of the first block."""
@@ -207,19 +207,6 @@ class Bert(Model):
         loss = loss if loss is None or not loss.dim() else rows.back(loss)
         return Output(loss, None if logits is None else rows.back(logits), hidden_states=states)
 
-    def _check_call(self, inputs: Inputs) -> int | None:
-        """Returns the length of the longest packed document; ValueError for inputs that the model does not take."""
-        no_types = "there are no token types, so token_type_ids must be None"
-        check(bool(self.config.type_vocab_size) or inputs.token_type_ids is None, f"Bert: {no_types}")
-        alone = inputs.cu_seqlens is None and inputs.max_seqlen is None
-        check(
-            alone or self.config.rope is not None,
-            "Bert: packed sequences (cu_seqlens, max_seqlen) are not built where positions are learned",
-        )
-        longest = check_packed("Bert", inputs)
-        self._check_inputs(inputs, longest)
-        return longest
-
     def _embed(self, rows: BatchRows, inputs: Inputs, rng: Tensor | None) -> tuple[Tensor, Normed]:
         c, (ids, position_ids, type_ids) = self.config, (inputs.input_ids, inputs.position_ids, inputs.token_type_ids)
         if position_ids is None and self.positions is not None:
@@ -249,29 +236,6 @@ class Bert(Model):
             real = inputs.input_ids.ne(c.first_position - 1)
             return real.cumsum(1) * real + (c.first_position - 1)
         return torch.arange(c.first_position, c.first_position + seq, device=device).expand(batch, -1)
-
-    def _rope(self, rows: BatchRows, inputs: Inputs) -> Rope | Ropes:
-        """Returns the tables of rotary positions, and the row of theirs that each row has: those of a document where
-        documents are packed."""
-        c, device, position_ids = self.config, inputs.tokens.device, inputs.position_ids
-        length = rows.seq
-        if position_ids is not None:
-            length = max(length, c.max_positions)
-            length = max(length, next_power_of_2(bound_of("Bert", position_ids, length)))
-        elif inputs.cu_seqlens is not None:
-            position_ids = packed_positions(inputs.cu_seqlens, rows.seq)[None]
-        elif torch.compiler.is_compiling():
-            length = max(length, c.max_positions)  # one table, and so one graph, for sequences of any length
-        key, kind = (device, length), torch.compiler.is_compiling()
-        if kind not in self._tables or self._tables[kind][0] != key:
-            table = lambda rope: rope_table(
-                c.head_size, key[1], scaling=dict(rope), max_position_embeddings=c.max_positions, device=device
-            )
-            with torch.inference_mode(False):  # the calls to come may need what backward can save
-                self._tables[kind] = key, [table(rope) for rope in c.ropes]
-        positions = None if position_ids is None else rows.flat(position_ids)
-        ropes = [Rope(*tables, positions) for tables in self._tables[kind][1]]
-        return ropes[0] if len(ropes) == 1 else Ropes(*ropes)
 
     def _pool(self, hidden: Tensor, inputs: Inputs, rng: Tensor | None = None) -> Tensor | None:
         """[B, S, D] -> [B, D], the same on every rank; None without a pooler"""

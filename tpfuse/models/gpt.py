@@ -17,11 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..kernels.losses.op import check_ids
 from ..kernels.losses.options import IGNORE
-from ..kernels.rotary.table import rope_table
 from ..kernels.runtime.errors import check
-from ..kernels.runtime.launch import next_power_of_2
 from ..layers.balance import ExpertBalance, balance_loss, check_balance
-from ..layers.call import Rope, Ropes
 from ..layers.expert_ranks import ExpertGroup
 from ..layers.hooks import served
 from ..layers.norm import norm_layer
@@ -37,13 +34,11 @@ from .files.names import head_weights
 from .files.read import ModelDirectory
 from .generation.generate import generate
 from .head import LMHead
-from .inputs import Inputs, bound_of, check_asked, check_of_language, check_packed
+from .inputs import Inputs, check_asked, check_of_language, check_packed
 from .model import Model, Output
 from .rows import BatchRows
 from .stack import make_block
 from .stages import Batch
-
-_TABLE = 8192  # rows of a table of rotary positions at least: a longer call seldom makes another
 
 
 class GPT(Model):
@@ -125,7 +120,6 @@ class GPT(Model):
             )
             self.head = self._make_head(bias=False, softcap=c.logit_softcap) if lm_head and stages.has_last else None
             self.classifier = ClassifierHead("GPT", classifier, c, tp) if classifier is not None else None
-        self._tables: dict[tuple[bool, bool], tuple[tuple[Any, ...], list[tuple[Tensor, Tensor]]]] = {}
         self._choose_recompute(recompute)
         self._materialize()
 
@@ -205,14 +199,7 @@ class GPT(Model):
         cure = "the language-model head; make the model with lm_head=True"
         check_asked("GPT", inputs, self.stages.head or self.classifier is not None, cure)
         check_of_language("GPT", inputs, self.stages.head)
-        longest, below = check_packed("GPT", inputs), None
-        if inputs.cu_seqlens is not None and inputs.position_ids is None:
-            below = inputs.shape[1]
-            inputs = inputs._replace(position_ids=packed_positions(inputs.cu_seqlens, below)[None])
-        self._check_inputs(inputs, longest=longest)
-        rows = BatchRows(inputs.shape, self.tp)
-        rope = self._rope(rows, inputs.position_ids, inputs.tokens.device, below, longest=longest if below else None)
-        batch = self._batch(inputs, rows, longest, rope)
+        batch = self._batch(inputs, check_packed("GPT", inputs))
         sums = self.balance is not None and inputs.labelled and not inputs.headless
         return batch._replace(call=batch.call._replace(router_sums=sums))
 
@@ -286,79 +273,6 @@ class GPT(Model):
             self.embedding, self.input_norm, x, drop, positions=positions, recompute=self.recompute is not None
         )
 
-    def _rope(
-        self,
-        rows: BatchRows,
-        position_ids: Tensor | None,
-        device: torch.device,
-        below: int | None = None,
-        *,
-        longest: int | None = None,
-    ) -> Rope | Ropes | None:
-        """Returns the tables of rotary positions, and the row of theirs that each row has.
-
-        ``below``: a bound of position_ids, where the caller knows one, and ``longest`` their maximum and 1.  On a CPU
-        it is that; a GPU would have to be waited for, so its table then has all of max_positions, and the device stops
-        where one lies beyond.
-        """
-        c = self.config
-        if c.rope is None:
-            return None
-        length = rows.seq
-        if position_ids is not None:
-            if below is None or torch.compiler.is_compiling():
-                below = bound_of("GPT", position_ids, max(c.max_positions, length))
-            length = max(next_power_of_2(below), _TABLE)
-            length = min(length, c.max_positions) if below <= c.max_positions else length
-        elif torch.compiler.is_compiling():
-            length = max(length, c.max_positions)  # one table, and so one graph, for sequences of any length
-        stretch = self._stretch(rows, position_ids, below, longest=longest)
-        switch = None if position_ids is None else c.switches_at
-        stretches = (stretch,) if switch is None else (switch, switch + 1)  # the tables of short and of long calls
-        # Cached are one of the length of all rows, one for graphs, and one long enough for the positions so far.
-        kind = position_ids is None, torch.compiler.is_compiling()
-        key = device, stretch, length if position_ids is None else None
-        cached = self._tables.get(kind)
-        if cached is None or cached[0] != key or len(cached[1][0][0]) < length * len(stretches):
-            with torch.inference_mode(False):  # the calls to come may need what backward can save
-                tables = [self._rotation(rope, length, stretches, device) for rope in c.ropes]
-            self._tables[kind] = cached = key, tables
-        positions = None if position_ids is None else rows.flat(position_ids)
-        if positions is not None and position_ids is not None and switch is not None:
-            # on the device, so that the host need not wait for the longest position
-            positions = positions + len(cached[1][0][0]) // 2 * (position_ids.max() >= switch)
-        ropes = [Rope(*table, positions) for table in cached[1]]
-        return ropes[0] if len(ropes) == 1 else Ropes(*ropes)
-
-    def _stretch(
-        self, rows: BatchRows, position_ids: Tensor | None, below: int | None, *, longest: int | None
-    ) -> int | None:
-        """Returns the length that dynamic tables stretch to; None of other rotary positions."""
-        trained = self.config.stretches_past
-        if trained is None:
-            return None
-        if position_ids is None:
-            longest = rows.seq
-        elif longest is None:  # a GPU is waited for where the call may be a long one
-            longest = below if below is not None and below <= trained else int(position_ids.max()) + 1
-        return max(longest, trained)
-
-    def _rotation(
-        self, rope: Mapping[str, Any], length: int, stretches: tuple[int | None, ...], device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin of ``length`` positions, for calls of each of ``stretches`` one below another."""
-        c, scaling = self.config, dict(rope)
-        table = lambda seq_len: rope_table(
-            c.head_size,
-            length,
-            scaling=scaling,
-            max_position_embeddings=c.max_positions,
-            seq_len=seq_len,
-            device=device,
-        )
-        cos, sin = zip(*map(table, stretches), strict=True)
-        return (cos[0], sin[0]) if len(cos) == 1 else (torch.cat(cos), torch.cat(sin))
-
     generate = generate
 
     @classmethod
@@ -396,9 +310,3 @@ def _label_counts(targets: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         return labels.sum(1)
     before = nn.functional.pad(labels[0].cumsum(0), (1, 0))[cu_seqlens.long().clamp(max=labels.shape[1])]
     return before.diff()
-
-
-def packed_positions(cu_seqlens: Tensor, seq: int) -> Tensor:
-    """Returns int64 [seq]: the position of each token in its document; 0 in what lies beyond the last."""
-    token, bounds = torch.arange(seq, device=cu_seqlens.device), cu_seqlens.long()
-    return (token - bounds[torch.searchsorted(bounds, token, right=True) - 1]).masked_fill(token >= bounds[-1], 0)

@@ -18,7 +18,7 @@ from ..kernels.runtime.philox import make_rng
 from ..kernels.runtime.processor import order_of_sums
 from ..kernels.runtime.rules import SEED, check_number
 from ..layers.block import TransformerBlock
-from ..layers.call import Call, Rope, Ropes
+from ..layers.call import Call
 from ..layers.embedding import VocabParallelEmbedding
 from ..layers.expert_ranks import ExpertGroup, expert_ranks
 from ..layers.hooks import hooked_within
@@ -39,6 +39,7 @@ from .files.write import save
 from .groups import Groups
 from .head import LMHead, ReplicatedTable
 from .inputs import Inputs, check_given, check_inputs, check_tokens
+from .rotary import RotaryTables, packed_positions
 from .rows import BatchRows
 from .stack import FULL, SELECTIVE, run_blocks, saving_of
 from .stages import Batch, ModelStages
@@ -114,6 +115,7 @@ class Model(nn.Module):
             Header(name, axis=self.tp.call_axis, causes=(("input_ids", _CAUSE),)), each_call=True
         )
         self._host = HostState()
+        self._rope = RotaryTables(name, config)
         shared: dict[str, Any] = dict(config=config, seed=seed, saving=saving, recompute=recompute, stage=stage)
         shared |= dict(dtype=torch.get_default_dtype()) | options | {"experts given": experts is not None}
         shared |= {} if self.tp.bitwise is None else order_of_sums()
@@ -346,9 +348,17 @@ class Model(nn.Module):
             return None
         return make_rng(self.seed, *self._counters(inputs, len(inputs.tokens)), inputs.tokens.device)
 
-    def _batch(self, inputs: Inputs, rows: BatchRows, longest: int | None, rope: Rope | Ropes | None) -> Batch:
-        """Returns a checked call, with the record that all of its blocks get."""
-        packed, rng, mask = inputs.cu_seqlens, self._rng(inputs), inputs.key_mask
+    def _batch(self, inputs: Inputs, longest: int | None) -> Batch:
+        """Checks a call's arguments, and makes its rows and the record that all of its blocks get; ``longest`` is the
+        length of the longest packed document, where there are such."""
+        below: int | None = None
+        if inputs.cu_seqlens is not None and inputs.position_ids is None:
+            below = inputs.shape[1]
+            inputs = inputs._replace(position_ids=packed_positions(inputs.cu_seqlens, below)[None])
+        self._check_inputs(inputs, longest)
+        rows, rng = BatchRows(inputs.shape, self.tp), self._rng(inputs)
+        rope = self._rope(rows, inputs.position_ids, inputs.tokens.device, below, longest=longest if below else None)
+        packed, mask = inputs.cu_seqlens, inputs.key_mask
         call = Call(rows.batch, rows.seq, rng, mask, cu_seqlens=packed, max_seqlen=longest, rope=rope)
         return Batch(inputs, rows, call)
 

@@ -16,7 +16,7 @@ from ..families import CAUSAL, FULL, NO_WINDOW, ONE_WINDOW, PATTERNED_LAYERS, SL
 from .fields import GPT_FIELDS, MAX_EXPERTS, MAX_WEIGHT
 from .model import ModelConfig
 from .reader import Reader
-from .rotary import TRAINED, written_rope
+from .rotary import written_rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,19 +149,6 @@ class GPTConfig(ModelConfig):
     def attention_scale(self) -> float | None:
         """The factor of attention scores; None: head_size ** -0.5."""
         return None if self.attention_scalar is None else self.attention_scalar**-0.5
-
-    @property
-    def stretches_past(self) -> int | None:
-        """The length past which each length of a call has its own tables of rotary positions; None: none has."""
-        rope = self.rope or {}
-        trained = rope.get("max_position_embeddings") or self.max_positions
-        return trained if rope.get("rope_type") == "dynamic" else None
-
-    @property
-    def switches_at(self) -> int | None:
-        """The length past which all calls have other tables of rotary positions; None: none has."""
-        rope = self.rope or {}
-        return rope.get(TRAINED) or self.max_positions if rope.get("rope_type") == "longrope" else None
 
     def depends_on_length(self, most: int | None = None) -> bool:
         """Returns True if calls of different lengths (of at most ``most`` positions) differ in their tables of rotary

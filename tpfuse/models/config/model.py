@@ -15,7 +15,7 @@ from ...layers.shapes import AttentionShape, MLPShape, MoEShape, NormShape
 from ..families import FAMILIES, FULL, SLIDING, Family
 from .fields import MAX_WEIGHT, MODEL_FIELDS
 from .reader import NAMED, Reader
-from .rotary import check_rope
+from .rotary import TRAINED, check_rope
 
 # Fields that are written by rules of their own.
 WRITTEN = {"family", "num_kv_heads", "head_width", "rope", "local_rope", "window", "layer_types", "mlp_layers"}
@@ -147,6 +147,19 @@ class ModelConfig:
     def ropes(self) -> list[Mapping[str, Any]]:
         """The rotary positions of layers without a window and with one; one where they are the same, or none."""
         return [rope for rope in (self.rope, self.local_rope) if rope is not None]
+
+    @property
+    def stretches_past(self) -> int | None:
+        """The length past which each length of a call has its own tables of rotary positions; None: none has."""
+        rope = self.rope or {}
+        trained = rope.get("max_position_embeddings") or self.max_positions
+        return trained if rope.get("rope_type") == "dynamic" else None
+
+    @property
+    def switches_at(self) -> int | None:
+        """The length past which all calls have other tables of rotary positions; None: none has."""
+        rope = self.rope or {}
+        return rope.get(TRAINED) or self.max_positions if rope.get("rope_type") == "longrope" else None
 
     @property
     def first_position(self) -> int:
