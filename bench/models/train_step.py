@@ -111,7 +111,7 @@ class OurStack(torch.nn.Module):
             "attention.qkv": "qkv",
             "attention_norm": "norm2",
         }
-        for (name, spec, tp), p in zip(named_specs(self), self.parameters(), strict=True):
+        for name, p, spec, tp in named_specs(self):
             path, leaf = name.rsplit(".", 1)
             if path == "input_norm" or path.endswith(
                 "mlp_norm"

@@ -114,7 +114,7 @@ def run(world, kind, sequence_parallel, bitwise=8):
         norms.append(tpfuse.clip_grad_norm_(model, 0.5))
         script.step()
     tensors |= {f"weight {name}": p.detach() for name, p in model.named_parameters()}
-    slices = {name: spec.local(tp) for name, spec, tp in named_specs(model)}
+    slices = {name: spec.local(tp) for name, _, spec, tp in named_specs(model)}
     return Result(losses, norms, tensors, {name: slices[name.split(" ", 1)[1]] for name in tensors})
 
 

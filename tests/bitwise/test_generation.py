@@ -44,7 +44,7 @@ class Sampled(NamedTuple):
 def perturb(model):
     """Biases and norms start as 0 and 1, with which many an order of sums has the same bits."""
     generator = torch.Generator().manual_seed(7)
-    for (_, p), (_, spec, tp) in zip(model.named_parameters(), named_specs(model), strict=True):
+    for _, p, spec, tp in named_specs(model):
         if isinstance(spec.init, str):
             p.data += 0.3 * torch.randn(spec.shape, generator=generator)[spec.local(tp)].to(p.dtype)
 

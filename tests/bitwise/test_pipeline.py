@@ -46,7 +46,7 @@ def run(model, step_of):
         norms.append(clip_grad_norm_(model, 0.5))
         optimizer.step()
     tensors |= {f"weight {name}": p.detach() for name, p in model.named_parameters()}
-    slices = {name: spec.local(tp) for name, spec, tp in named_specs(model)}
+    slices = {name: spec.local(tp) for name, _, spec, tp in named_specs(model)}
     return Result(losses, norms, tensors, {name: slices[name.split(" ", 1)[1]] for name in tensors})
 
 

@@ -45,7 +45,7 @@ def train(
     generator = torch.Generator().manual_seed(5)
     losses, norms = [], []
     tensors: dict[str, Tensor] = {}
-    specs = {name: (spec, owner) for name, spec, owner in named_specs(model)}
+    specs = {name: (spec, owner) for name, _, spec, owner in named_specs(model)}
     done = 0 if load is None else load_checkpoint(load, model, optimizer)[0]
     for step in range(steps):
         ids = torch.randint(model.config.vocab_size, (3, 13), generator=generator)

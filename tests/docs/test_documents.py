@@ -195,7 +195,7 @@ def first_example(world, text: str = FIRST) -> tuple[float, dict[str, Tensor], d
     names = {"given": make_tp(world)}
     exec(text.replace(TP, "tp = given\n"), names)
     module = torch.nn.ModuleDict({key: names[key] for key in ("embedding", "block", "head")})
-    specs = {name: spec.local(tp) for name, spec, tp in named_specs(module)}
+    specs = {name: spec.local(tp) for name, _, spec, tp in named_specs(module)}
     return names["loss"].item(), {name: p.grad for name, p in module.named_parameters()}, specs
 
 

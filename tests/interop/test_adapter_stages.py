@@ -34,7 +34,7 @@ def staged(world, layout, name, kind):
 @torch.no_grad()
 def fill(model):
     """Adapters of which no element is zero, the same at any layout."""
-    for (name, spec, tp), p in zip(named_specs(model), model.parameters(), strict=True):
+    for name, p, spec, tp in named_specs(model):
         if ".lora." in name:
             g = torch.Generator().manual_seed(sum(map(ord, name)))
             p.copy_(torch.randn(spec.shape, generator=g, dtype=p.dtype)[spec.local(tp)])

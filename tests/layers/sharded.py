@@ -67,7 +67,7 @@ def build(case: Case, tp: TensorParallel | None, dtype: torch.dtype):
     torch.manual_seed(1)
     layer = case.layer(*case.args, tp=tp, dtype=dtype, **case.options)
     with torch.no_grad():
-        for (name, spec, tp_), p in zip(named_specs(layer), layer.parameters()):
+        for name, p, spec, tp_ in named_specs(layer):
             if isinstance(spec.init, str):
                 whole = torch.randn(
                     spec.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())), dtype=torch.float64
@@ -98,7 +98,7 @@ def run(world, case: Case, sp: bool, dtype: torch.dtype, x: Tensor, dy: Tensor, 
     layer = build(case, tp, dtype)
     out = step(layer, case, x, dy)
     weights = {name: p.detach() for name, p in layer.named_parameters()}
-    return layer.tp, out, weights, {name: spec.local(tp) for name, spec, tp in named_specs(layer)}
+    return layer.tp, out, weights, {name: spec.local(tp) for name, _, spec, tp in named_specs(layer)}
 
 
 def unsharded(case: Case, dtype: torch.dtype, x: Tensor, dy: Tensor):

@@ -405,7 +405,7 @@ def _dtensor(world, kind):
     modules = (norm, "norm."), (layer, "")
     with torch.no_grad():
         for module, prefix in modules:
-            for name, spec, _ in named_specs(module):
+            for name, _, spec, _ in named_specs(module):
                 module.get_parameter(name).copy_(state[prefix + name][spec.local(tp)])
                 expected[prefix + name] = full[prefix + name][spec.local(tp)]
     leaf = my_rows(x, tp).clone().requires_grad_()

@@ -71,7 +71,7 @@ def run(world, name, sp, cp):
     mesh = world.pieces(1, cp, world.size // cp)
     layer = build(options, TensorParallel(mesh["tp"], sequence_parallel=sp, cp=mesh["cp"]))
     weights = {name: p.detach() for name, p in layer.named_parameters()}
-    slices = {name: spec.local(tp) for name, spec, tp in named_specs(layer)}
+    slices = {name: spec.local(tp) for name, _, spec, tp in named_specs(layer)}
     return layer.tp, step(layer, options, call), weights, slices
 
 
@@ -228,7 +228,7 @@ def encode_decode(world, sp):
     y.backward(dy.detach())
     gradients = {name: p.grad for name, p in model.named_parameters()}
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    slices = {name: spec.local(tp) for name, spec, tp in named_specs(model)}
+    slices = {name: spec.local(tp) for name, _, spec, tp in named_specs(model)}
     return tp, dict(y=y.detach(), x=x.grad, memory=memory.grad, **gradients), weights, slices
 
 
@@ -286,7 +286,7 @@ def _by_leaves(world, name, dtype, options):
     torch.manual_seed(0)
     tp = TensorParallel(world.group, bitwise=4, **options)
     layer = CrossAttention(D, H, tp=tp, dtype=dtype, **sizes)
-    places = {name: spec.local(tp) for name, spec, _ in named_specs(layer)}
+    places = {name: spec.local(tp) for name, _, spec, _ in named_specs(layer)}
     tensors = step(layer, sizes, call)
     for key in "y", "x", "memory":
         n = len(tensors[key])

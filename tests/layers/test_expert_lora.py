@@ -20,7 +20,7 @@ LOW_RANK = "tpfuse.kernels.experts.low_rank.LowRank"
 def adapted(layer: ParallelMoE, *targets: str) -> ParallelMoE:
     """With adapters whose B is not zero, the same at every split."""
     add_lora(layer, rank=3, alpha=6.0, targets=targets or ("fc1", "fc2"))
-    for name, spec, tp in named_specs(layer.lora):
+    for name, _, spec, tp in named_specs(layer.lora):
         if name.startswith("B"):
             full = torch.randn(spec.shape, generator=torch.Generator().manual_seed(len(spec.shape)))
             with torch.no_grad():

@@ -68,7 +68,7 @@ def run(world, name: str, dp: int, sp: bool, dtype: torch.dtype):
     rows = [t.chunk(tp.row_shards)[tp.row_rank] if len(t) else t for t in mine]
     results = [step(layer, *rows, Call(batch=1, keep=keep)) for keep in (True, False)]
     initial = {name: p.detach() for name, p in layer.named_parameters()}
-    return tp, mesh["dp"].get_local_rank(), results, initial, {n: spec.local(t) for n, spec, t in named_specs(layer)}
+    return tp, mesh["dp"].get_local_rank(), results, initial, {n: spec.local(t) for n, _, spec, t in named_specs(layer)}
 
 
 def differing(name: str, every, dtype: torch.dtype) -> set[str]:

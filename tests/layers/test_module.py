@@ -44,7 +44,7 @@ def _build(name, tp):
 
 def _shards(world, name):
     layer = _build(name, make_tp(world))
-    return {n: (spec.local(tp), p.detach()) for (n, spec, tp), p in zip(named_specs(layer), layer.parameters())}
+    return {n: (spec.local(tp), p.detach()) for n, p, spec, tp in named_specs(layer)}
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -57,7 +57,7 @@ def test_initial_weights_are_slices_of_the_same(ranks, R, name):
         for n, (where, p) in shards.items():
             assert torch.equal(p, whole[n][where])
             covered[n][where] += 1
-    specs = {n: spec for n, spec, _ in named_specs(_build(name, None))}
+    specs = {n: spec for n, _, spec, _ in named_specs(_build(name, None))}
     for n, count in covered.items():  # every element is somebody's; a replicated one everybody's
         assert (count == (R if specs[n].dim is None else 1)).all()
 

@@ -95,7 +95,7 @@ def run(world, name: str, sp: bool, dtype: torch.dtype):
     for p in layer.parameters():
         p.grad = None
     results.append(step(layer, case, *data(case, dtype), keep=False))  # rows are sent again in backward
-    return tp, results, {n: spec.local(t) for n, spec, t in named_specs(layer)}
+    return tp, results, {n: spec.local(t) for n, _, spec, t in named_specs(layer)}
 
 
 def differing(name: str, every, dtype: torch.dtype) -> set[str]:
@@ -265,7 +265,7 @@ def block_step(layer: TransformerBlock) -> dict[str, torch.Tensor]:
 
 def block_on_ranks(world, name: str, sp: bool):
     layer = block(name, TensorParallel(world.group, sequence_parallel=sp))
-    return layer.tp, block_step(layer), {n: spec.local(t) for n, spec, t in named_specs(layer)}
+    return layer.tp, block_step(layer), {n: spec.local(t) for n, _, spec, t in named_specs(layer)}
 
 
 @pytest.mark.parametrize("R, sp", [(2, True), (4, True), (2, False)])

@@ -20,7 +20,7 @@ def test_a_plain_module_is_replicated():
             self.plain = torch.nn.Linear(2, 3)
             self.ours = RMSNorm(4)
 
-    specs = {name: (spec.shape, spec.dim) for name, spec, _ in named_specs(Mixed())}
+    specs = {name: (spec.shape, spec.dim) for name, _, spec, _ in named_specs(Mixed())}
     assert specs == {"plain.weight": ((3, 2), None), "plain.bias": ((3,), None), "ours.weight": ((4,), None)}
 
 
@@ -29,7 +29,7 @@ def test_names_are_those_without_the_wrappers_of_torch():
     names = [name for name, _ in block.named_parameters()]
     block.mlp = checkpoint_wrapper(block.mlp)
     block.attention = torch.compile(block.attention)
-    assert [name for name, _, _ in named_specs(block)] == names != [name for name, _ in block.named_parameters()]
+    assert [name for name, *_ in named_specs(block)] == names != [name for name, _ in block.named_parameters()]
 
 
 def test_what_torch_computes_a_parameter_from_is_a_slice_as_it_is():
@@ -38,7 +38,7 @@ def test_what_torch_computes_a_parameter_from_is_a_slice_as_it_is():
     prune.identity(pruned, "weight")
     parametrize.register_parametrization(parametrized, "weight", torch.nn.Identity())
     for layer, leaf in (pruned, "weight_orig"), (parametrized, "parametrizations.weight.original"):
-        specs = {name: (spec.shape, spec.dim) for name, spec, _ in named_specs(layer)}
+        specs = {name: (spec.shape, spec.dim) for name, _, spec, _ in named_specs(layer)}
         assert specs == {"bias": ((8,), 0), leaf: ((8, 4), 0)}
 
 
@@ -49,7 +49,7 @@ def test_wholes_know_every_living_parameter():
     made.to_empty(device="cpu")
     for block in made, copy.deepcopy(made), pickle.loads(pickle.dumps(made)):
         known = wholes()
-        for name, spec, tp in named_specs(block):
+        for name, _, spec, tp in named_specs(block):
             assert known[block.get_parameter(name)] == (spec, tp)
     gone = {id(p) for p in block.parameters()}
     del block, known

@@ -61,8 +61,7 @@ def batch(config, size: int = 3, seq: int = 7, pad: str | None = None, seed: int
 
 def whole(model: torch.nn.Module, grad: bool = False) -> dict[str, Tensor]:
     """Every parameter (or its gradient) as a full tensor."""
-    specs = zip(named_specs(model), model.parameters(), strict=True)
-    return {name: full_tensor(p.grad if grad else p, spec, tp).clone() for (name, spec, tp), p in specs}
+    return {n: full_tensor(p.grad if grad else p, spec, tp).clone() for n, p, spec, tp in named_specs(model)}
 
 
 def whole_logits(logits: Tensor, vocab_size: int, tp: TensorParallel) -> Tensor:
@@ -162,7 +161,7 @@ def run(
 def scramble(model) -> None:
     """Norms and biases away from one and zero, where a wrong gradient or a swapped pair could hide; the same at every
     split."""
-    for (_, spec, tp), p in zip(named_specs(model), model.parameters(), strict=True):
+    for _, p, spec, tp in named_specs(model):
         if isinstance(spec.init, str):
             g = torch.Generator().manual_seed(len(spec.shape) + spec.shape[0])
             p += 0.2 * torch.randn(spec.shape, generator=g, dtype=torch.float64)[spec.local(tp)].to(p.dtype)

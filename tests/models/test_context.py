@@ -56,8 +56,7 @@ UNPACKED = [kind for kind, config in ALL_KINDS.items() if isinstance(config, Ber
 
 def adapters(model):
     """Every gradient of an adapter as a full tensor."""
-    specs = zip(named_specs(model), model.parameters(), strict=True)
-    return {name: full_tensor(p.grad, spec, tp) for (name, spec, tp), p in specs if p.requires_grad}
+    return {name: full_tensor(p.grad, s, tp) for name, p, s, tp in named_specs(model) if p.requires_grad}
 
 
 def results(kind, form, saving, tp):

@@ -84,7 +84,7 @@ def place(mesh, name, over_replicas=False):
 def errors(model, first, gradient=lambda p: p.grad):
     """The largest relative error of this rank's gradients against those of one process, by name."""
     worst = 0.0
-    for (name, spec, tp), p in zip(named_specs(model), model.parameters(), strict=True):
+    for name, p, spec, tp in named_specs(model):
         if p.requires_grad:
             grad, exact = gradient(p), first[name]
             grad, part = (grad.full_tensor(), exact) if isinstance(p, DTensor) else (grad, exact[spec.local(tp)])

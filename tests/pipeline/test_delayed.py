@@ -209,7 +209,7 @@ def bitwise(world, layout):
         optimizer.step()
         optimizer.zero_grad()
     losses.append(delayed.drain())
-    weights = {n: (s.local(t), p.detach()) for (n, s, t), p in zip(named_specs(model), model.parameters(), strict=True)}
+    weights = {n: (s.local(t), p.detach()) for n, p, s, t in named_specs(model)}
     return [x.item() for x in losses[1:]], weights
 
 

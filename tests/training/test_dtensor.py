@@ -32,7 +32,7 @@ def viewed(world):
     values, keys, specs = (
         whole(model),
         list(model.state_dict()),
-        dict((name, spec) for name, spec, _ in named_specs(model)),
+        dict((name, spec) for name, _, spec, _ in named_specs(model)),
     )
     model.input_norm.weight.requires_grad_(False)
     assert as_dtensor(model, mesh) is model  # a mesh with a dimension "tp"; mesh["tp"] alone below

@@ -24,7 +24,7 @@ def muon_of_the_same_gradients(world):
     shapes = [tuple(m.shape) for m in matrices.parameters()]
     assert shapes == [(80, 48), (48, 48), (168, 48), (48, 84)]  # of qkv, out, fc1, fc2
     for step in range(3):
-        for (_, spec, tp), p in zip(named_specs(model), model.parameters(), strict=True):
+        for _, p, spec, tp in named_specs(model):
             g = torch.Generator().manual_seed(step * 100 + sum(spec.shape))
             p.grad = torch.randn(spec.shape, generator=g)[spec.local(tp)].contiguous()
         muon.step()

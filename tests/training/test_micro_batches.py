@@ -29,7 +29,7 @@ def trained(world, dp, kind, dtype, prepare=lambda model, mesh: model, folder=No
     mesh = world.mesh(dp, world.size // dp)
     config = KINDS[kind]
     model = GPT(config, tp=TensorParallel(mesh["tp"], sequence_parallel=True, bitwise=8), dp=mesh["dp"], seed=3)
-    specs = {name: spec.local(owner) for name, spec, owner in named_specs(model)}
+    specs = {name: spec.local(owner) for name, _, spec, owner in named_specs(model)}
     prepare(model.to(dtype).train(), mesh)
     replica = data_parallel(model, mesh["dp"], bitwise_micro_batches=K)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

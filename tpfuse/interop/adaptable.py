@@ -30,7 +30,7 @@ class Adaptables(NamedTuple):
         """Returns those of this pipeline stage."""
         names, adaptables = ProjectionNames.of(base), cls({}, {})
         modules = {unwrapped_name(path): module for path, module in base.named_modules()}
-        for name, spec, _ in named_specs(base):
+        for name, _, spec, _ in named_specs(base):
             path, _, leaf = name.rpartition(".")
             module, source = modules[path], names.sources.get(name)
             if source is None or "bias" in leaf or not isinstance(module, Adaptable):

@@ -198,7 +198,7 @@ def _adapted(base: Model, caller: str) -> _Adapted:
 
 def _entries(base: Model) -> list[_Entry]:
     """Returns every adapter's parameters."""
-    specs = {name: (p, spec, tp) for (name, spec, tp), p in zip(named_specs(base), base.parameters(), strict=True)}
+    specs = {name: (p, spec, tp) for name, p, spec, tp in named_specs(base)}
     named = lambda letter, modules: tuple(f"{_PREFIX}{m}.lora_{letter}.weight" for m in modules)
     names, entries = ProjectionNames.of(base), []
     for path, _, lora in adapted_layers(base):

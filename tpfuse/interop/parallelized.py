@@ -150,7 +150,7 @@ class Parallelized(Vocabulary, nn.Module):
         tables = [f"parallel.{name}.weight" for name in _TABLES] if exclude_embeddings else []
         return sum(
             math.prod(spec.shape)
-            for (name, spec, _), (_, p) in zip(named_specs(self), self.named_parameters(), strict=True)
+            for name, p, spec, _ in named_specs(self)
             if name not in tables and (p.requires_grad or not only_trainable)
         )
 

@@ -161,7 +161,7 @@ class ParallelModule(nn.Module):
         """
         if not self._draws:  # a layer of layers, which are reset one by one
             return
-        if all(isinstance(spec.init, str) for _, spec, _ in named_specs(self)):
+        if all(isinstance(spec.init, str) for _, _, spec, _ in named_specs(self)):
             return initialize(self, 0)
         seed = int(torch.randint(1 << 62, (), device="cpu"))
         label = "the seed drawn from torch's generator (call torch.manual_seed before)"
@@ -295,7 +295,7 @@ def initialize(module: nn.Module, seed: int, prefix: str = "") -> None:
     Weights are Philox of (seed, name, global index), in fp64 on the CPU.  ``prefix`` precedes the names of a module
     that joins a larger one.
     """
-    for (name, spec, tp), p in zip(named_specs(module), module.parameters(), strict=True):
+    for name, p, spec, tp in named_specs(module):
         if spec.init is None:
             continue
         x = local(p)

@@ -42,8 +42,8 @@ def unwrapped_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def named_specs(module: nn.Module) -> Iterator[tuple[str, Spec, TensorParallel]]:
-    """Yields (name, spec, tp) of every parameter, each once, in the order of named_parameters.
+def named_specs(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Spec, TensorParallel]]:
+    """Yields (name, parameter, spec, tp) of every parameter, each once, in the order of named_parameters.
 
     A plain module's parameters are replicated.  The names are those without torch's wrappers.
     """
@@ -54,7 +54,7 @@ def named_specs(module: nn.Module) -> Iterator[tuple[str, Spec, TensorParallel]]
         if owner is None:
             ranks = owners[name.rpartition(".")[0]].__dict__.get(REPLICATED) or TensorParallel()
             owner = Spec(tuple(p.shape), None, None), ranks
-        yield unwrapped_name(name), *owner
+        yield unwrapped_name(name), p, *owner
 
 
 def named_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -70,8 +70,7 @@ def named_buffers(module: nn.Module) -> dict[str, Tensor]:
 def same_on_replicas(module: nn.Module) -> list[nn.Parameter]:
     """Returns the parameters of which every replica holds the same: all but those of experts that are divided among
     replicas, whose gradients are of the rows of all."""
-    placed = zip(named_specs(module), module.parameters(), strict=True)
-    return [p for (*_, tp), p in placed if tp.replicas == 1]
+    return [p for _, p, _, tp in named_specs(module) if tp.replicas == 1]
 
 
 def living() -> list[nn.Module]:

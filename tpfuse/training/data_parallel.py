@@ -179,7 +179,7 @@ def _group(dp: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
 
 def _split_over(model: nn.Module) -> list[dist.ProcessGroup]:
     """Returns the groups of ranks that make the model's calls, in one order on all of them."""
-    ranks = {tp for _, _, tp in named_specs(model) if tp.replicas == 1}
+    ranks = {tp for *_, tp in named_specs(model) if tp.replicas == 1}
     return [resolve(name) for name in sorted({tp.call_group_name for tp in ranks if tp.call_group_name})]
 
 

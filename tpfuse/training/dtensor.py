@@ -34,7 +34,7 @@ def as_dtensor(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     names = dtensors(model.named_parameters())
     check(not names, f"as_dtensor: {listed(names)} is a DTensor already; call as_dtensor once, before fully_shard")
     specs = list(named_specs(model))
-    for name, _, tp in specs:
+    for name, *_, tp in specs:
         if tp.replicas > 1:
             continue
         if mesh.size() != tp.size:
@@ -43,7 +43,7 @@ def as_dtensor(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     aliases = _aliases(model)
     replaced = {
         p: nn.Parameter(to_dtensor(p.detach(), spec, tp, mesh), requires_grad=p.requires_grad)
-        for p, (_, spec, tp) in zip(aliases, specs, strict=True)
+        for _, p, spec, tp in specs
         if tp.replicas == 1
     }
     for p, parameter in replaced.items():

@@ -79,21 +79,20 @@ class MainGrad:
 
     def __init__(self, model: nn.Module, dp: "dist.ProcessGroup | dist.DeviceMesh | None" = None):
         model = _checked(model)
-        named = [(n, s, tp, p) for (n, s, tp), p in zip(named_specs(model), model.parameters(), strict=True)]
-        trained = [(n, s, tp, p) for n, s, tp, p in named if p.requires_grad]
+        trained = [entry for entry in named_specs(model) if entry[1].requires_grad]
         self._ranks = TensorParallel(dp)
         _check_replicas(model, self._ranks)
         _check_experts(trained, self._ranks)
-        self._ranks.agree("MainGrad", {"trainable parameters": [(n, tuple(p.shape)) for n, _, _, p in trained]})
+        self._ranks.agree("MainGrad", {"trainable parameters": [(n, tuple(p.shape)) for n, p, *_ in trained]})
         self._model, self._state = weakref.ref(model), ReduceState()
         holders = {p: (weakref.ref(m), name) for m in model.modules() for name, p in m._parameters.items()}
         kinds: dict[tuple[torch.device, torch.dtype, bool], list[tuple[str, nn.Parameter, Holder]]] = {}
-        for n, _, tp, p in trained:
+        for n, p, _, tp in trained:
             kind = p.device, torch.promote_types(p.dtype, torch.float32), tp.replicas > 1
             kinds.setdefault(kind, []).append((n, p, holders[p]))
         self._buffers = [self._make(members, dtype, complete) for (_, dtype, complete), members in kinds.items()]
         modules: dict[TensorParallel, _Weights] = {}
-        for _, spec, tp, p in trained:
+        for _, p, spec, tp in trained:
             PLACES[p].module = modules.setdefault(tp, _Weights(tp))
             PLACES[p].module.hold(spec, PLACES[p].main)
         self._record = CallRecord("MainGrad", self._ranks.group)
@@ -223,10 +222,10 @@ def _check_replicas(model: nn.Module, ranks: TensorParallel) -> None:
         )
 
 
-def _check_experts(trained: list[tuple[str, Spec, TensorParallel, nn.Parameter]], ranks: TensorParallel) -> None:
+def _check_experts(trained: list[tuple[str, nn.Parameter, Spec, TensorParallel]], ranks: TensorParallel) -> None:
     """ValueError for experts that are divided among other replicas than these."""
     dp = [] if ranks.group is None else dist.get_process_group_ranks(ranks.group)
-    for name, _, tp, _ in trained:
+    for name, *_, tp in trained:
         if tp.replicas > 1 and tp.replica_ranks != dp:
             raise ValueError(
                 f"MainGrad: {name} is divided among replicas {tp.replica_ranks}; give MainGrad the mesh['dp'] of that"

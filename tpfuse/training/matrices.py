@@ -114,7 +114,7 @@ def matrices_in(
     ValueError for kv heads that several ranks hold, and for DTensors.
     """
     chosen = None if only is None else set(only)
-    for (name, spec, tp), p in zip(named_specs(module), module.parameters(), strict=True):
+    for name, p, spec, tp in named_specs(module):
         if len(spec.shape) < 2 or name.endswith("bias"):  # a fused bias has its weight's shape but for the columns
             continue
         if chosen is not None and p not in chosen:

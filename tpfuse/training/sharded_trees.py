@@ -55,7 +55,7 @@ class ShardedTrees(GradientTrees):
 
     def __init__(self, model: nn.Module, local: int, replicas: dist.ProcessGroup):
         super().__init__(model, local, replicas)
-        self._ranks = {p: tp for p, (*_, tp) in zip(model.parameters(), named_specs(model), strict=True)}
+        self._ranks = {p: tp for _, p, _, tp in named_specs(model)}
         self._model, self._sum = model, TreeReduceScatter()
         for part in model.modules():
             if isinstance(part, FSDPModule):

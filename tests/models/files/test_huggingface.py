@@ -251,7 +251,7 @@ def spied(world, path, name):
         model = OURS[name].from_pretrained(path, tp=make_tp(world))
     sharded = {
         model.files.hf_name(n)
-        for key, spec, _ in named_specs(model)
+        for key, _, spec, _ in named_specs(model)
         if spec.dim is not None
         for n in model.files.sources()[key].names
     }

@@ -58,8 +58,7 @@ class Training:
                 self.model.train()
         losses.append(self.delayed.drain().item())
         weights = {
-            name: (spec.local(tp), p.detach().clone(), p.grad.clone())
-            for (name, spec, tp), p in zip(named_specs(self.model), self.model.parameters(), strict=True)
+            name: (spec.local(tp), p.detach().clone(), p.grad.clone()) for name, p, spec, tp in named_specs(self.model)
         }
         return losses, weights
 

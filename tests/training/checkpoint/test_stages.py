@@ -71,7 +71,7 @@ class Staged:
     def state(self):
         """What is here of every tensor: its name, its slice of the whole, its elements; then what is no tensor."""
         found = {}
-        for (name, spec, tp), p in zip(named_specs(self.model), self.model.parameters(), strict=True):
+        for name, p, spec, tp in named_specs(self.model):
             every = {"": p.detach()} | self.optimizer.state.get(p, {})
             for key, value in every.items():
                 place = spec.local(tp) if value.shape == p.shape else ...

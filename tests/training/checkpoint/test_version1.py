@@ -21,7 +21,7 @@ from tpfuse.training.dtensor import to_dtensor
 def save_as_version_1(directory, model, optimizer, step, extra=None):
     """As it was done: torch.distributed.checkpoint's file system writer, then meta.json and latest."""
     tensors = {}
-    for (name, spec, tp), p in zip(named_specs(model), model.parameters(), strict=True):
+    for name, p, spec, tp in named_specs(model):
         spread = lambda x, spec=spec, tp=tp: (
             x if tp.size == 1 else to_dtensor(x, spec, tp, DeviceMesh.from_group(tp.group, "cpu"))
         )

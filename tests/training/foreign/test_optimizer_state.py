@@ -52,7 +52,7 @@ def trained(world, dp=1, seed=0, steps=1, optimizer="adamw"):
 def all_of(model, optimizer):
     """Weights and states as whole tensors, without a state dictionary."""
     found = whole(model)
-    for (name, spec, tp), p in zip(named_specs(model), model.parameters(), strict=True):
+    for name, p, spec, tp in named_specs(model):
         for key, value in optimizer.state[p].items():
             found[f"{name} {key}"] = full_tensor(value, spec, tp).clone() if value.shape == p.shape else value.clone()
     return found
@@ -199,7 +199,7 @@ def test_torch_save_of_every_rank(ranks, tmp_path):
 def dictionaries(world):
     model, optimizer = trained(world)
     exact, state = whole(model), model.state_dict()
-    split = [name for name, spec, _ in named_specs(model) if spec.dim is not None]
+    split = [name for name, _, spec, _ in named_specs(model) if spec.dim is not None]
     assert [name for name, v in state.items() if isinstance(v, DTensor)] == split
     for name, p in model.named_parameters():
         v = state[name].to_local() if name in split else state[name]

@@ -52,8 +52,7 @@ def over_stages(world, layout, name, steps=3):
         for ids, labels in batches(steps):
             losses.append(pipeline.step(ids[rows], labels=labels[rows]).item())
             _update(model, kfac, others)
-    specs = zip(named_specs(model), model.named_parameters(), strict=True)
-    return losses, {name: (spec.local(tp), p.detach()) for (_, spec, tp), (name, p) in specs}
+    return losses, {name: (spec.local(tp), p.detach()) for name, p, spec, tp in named_specs(model)}
 
 
 @pytest.mark.parametrize(

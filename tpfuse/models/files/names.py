@@ -94,10 +94,8 @@ class ModelFiles:
         return {n for n in names if n in absent or any(re.fullmatch(pattern, n) for pattern in family.ignorable)}
 
     def stored_parameters(self) -> Iterator[tuple[str, nn.Parameter, Spec, TensorParallel]]:
-        """Yields (name, parameter, spec, tp) of every parameter but those of adapters."""
-        for (name, spec, tp), p in zip(named_specs(self.module), self.module.parameters(), strict=True):
-            if ".lora." not in name:
-                yield name, p, spec, tp
+        """Returns (name, parameter, spec, tp) of every parameter but those of adapters."""
+        return (entry for entry in named_specs(self.module) if ".lora." not in entry[0])
 
 
 def head_weights(family: Family) -> set[str]:

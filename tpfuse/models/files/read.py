@@ -265,7 +265,7 @@ def _read(
 ) -> None:
     sources, groups = model.sources(), model.groups.all()
     read_here = lambda name: ".lora." not in name and name.rpartition(".")[0] not in fresh
-    entries = [(name, spec, tp, sources[name]) for name, spec, tp in named_specs(model.module) if read_here(name)]
+    entries = [(name, spec, tp, sources[name]) for name, _, spec, tp in named_specs(model.module) if read_here(name)]
     names, entries = together(lambda: _check(model, tensors, entries), groups)
 
     def read() -> None:

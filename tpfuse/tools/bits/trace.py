@@ -72,7 +72,7 @@ class Trace(dict[Key, Slice]):
         self[key] = Slice(x.detach().clone())
 
     def add_parameters(self, kind: str, model: nn.Module, value: Callable[[nn.Parameter], Tensor | None]) -> None:
-        for (name, spec, tp), p in zip(named_specs(model), model.parameters(), strict=True):
+        for name, p, spec, tp in named_specs(model):
             if (x := value(p)) is not None:
                 self[self.key(kind, name)] = Slice(x.detach().clone(), SplitParameter(spec, tp))
 
@@ -130,7 +130,7 @@ class _Recorder:
             if name:
                 yield from self._follow(name, part)
         if self.ops:
-            for (name, spec, tp), p in zip(named_specs(self.model), self.model.parameters(), strict=True):
+            for name, p, spec, tp in named_specs(self.model):
                 if p.requires_grad:
                     yield p.register_post_accumulate_grad_hook(self._gradient(name, SplitParameter(spec, tp)))
 

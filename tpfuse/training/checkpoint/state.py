@@ -59,7 +59,7 @@ def numbered(model: nn.Module) -> Model | None:
 
 
 def entries_of(model: nn.Module) -> Entries:
-    return {name: (p, spec, tp) for (name, spec, tp), p in zip(named_specs(model), model.parameters(), strict=True)}
+    return {name: (p, spec, tp) for name, p, spec, tp in named_specs(model)}
 
 
 class Owner(NamedTuple):

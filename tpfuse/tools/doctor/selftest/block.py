@@ -154,7 +154,7 @@ def make(
 @torch.no_grad()
 def fill(block: TransformerBlock, values: dict[str, Tensor]) -> None:
     """Fills the parameters with this rank's slices of those of the block on one rank."""
-    for (name, spec, tp), p in zip(named_specs(block), block.parameters(), strict=True):
+    for name, p, spec, tp in named_specs(block):
         p.copy_(part(values, name)[spec.local(tp)])
 
 
@@ -180,7 +180,7 @@ def step(block: TransformerBlock, ranks: int) -> dict[str, Tensor]:
     y.backward(mine(dy))
     assert x.grad is not None
     tensors = {"output": rows(y, tp), "gradient of the input": rows(x.grad, tp)}
-    for (name, spec, _), p in zip(named_specs(block), block.parameters(), strict=True):
+    for name, p, spec, _ in named_specs(block):
         assert p.grad is not None
         tensors[f"gradient of {name}"] = full_tensor(p.grad, spec, tp)
     return tensors
