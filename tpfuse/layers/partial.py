@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -143,8 +143,8 @@ def _is_sharded(p: Tensor, tp: TensorParallel) -> bool:
     """True if torch's own tensor parallelism has split a parameter over these ranks."""
     if not isinstance(p, DTensor):
         return False
-    names = (p.device_mesh.get_group(i).group_name for i in range(p.device_mesh.ndim))
-    return any(n == tp.group_name and not isinstance(s, Replicate) for n, s in zip(names, p.placements, strict=True))
+    placed = zip(p.device_mesh.get_all_groups(), p.placements, strict=True)
+    return any(g.group_name == tp.group_name and not s.is_replicate() for g, s in placed)
 
 
 # ---- modules of parameters and layers ----

@@ -77,8 +77,8 @@ def check_sharded(model: Any) -> None:
     )
     group: dist.ProcessGroup | None = model.groups.dp
     for name, p in model.named_parameters():
-        meshes = [p.device_mesh.get_group(i) for i in range(p.device_mesh.ndim)] if isinstance(p, DTensor) else []
-        foreign = [g for g in meshes if g.size() > 1 and g.group_name not in (model.tp.group_name, _name(group))]
+        groups = p.device_mesh.get_all_groups() if isinstance(p, DTensor) else []
+        foreign = [g for g in groups if g.size() > 1 and g.group_name not in (model.tp.group_name, _name(group))]
         check(
             not foreign,
             f"pipeline: {name} is sharded over ranks that are not the model's replicas; give the model dp=mesh['dp'],"
@@ -88,9 +88,7 @@ def check_sharded(model: Any) -> None:
 
 def is_shard(p: Tensor, group: dist.ProcessGroup) -> bool:
     """Returns True if ``p`` is a DTensor sharded over the replicas of ``group``."""
-    if not isinstance(p, DTensor):
-        return False
-    return any(p.device_mesh.get_group(i).group_name == group.group_name for i in range(p.device_mesh.ndim))
+    return isinstance(p, DTensor) and any(g.group_name == group.group_name for g in p.device_mesh.get_all_groups())
 
 
 def _name(group: dist.ProcessGroup | None) -> str | None:

@@ -48,8 +48,7 @@ def part_of(grad: Tensor, slice_of: SplitParameter | None) -> GradPart:
             " a mesh; flatten them to one",
         )
         shard = shards[0] if len(shards) == 1 else None
-        for i, placement in enumerate(grad.placements):
-            group = grad.device_mesh.get_group(i)
+        for group, placement in zip(grad.device_mesh.get_all_groups(), grad.placements, strict=True):
             covered = covered or (slice_of is not None and _ranks(group) == _ranks(slice_of.tp.group))
             if not isinstance(placement, Replicate):
                 groups[group.group_name] = None

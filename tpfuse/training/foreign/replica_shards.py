@@ -28,8 +28,7 @@ class ReplicaShard(NamedTuple):
 def over_replicas(x: DTensor, tp: TensorParallel) -> Iterator[tuple[dist.ProcessGroup, Placement]]:
     """Yields the groups of several ranks over which a DTensor lies, and how; not the tensor-parallel one."""
     ranks = [] if tp.group is None else dist.get_process_group_ranks(tp.group)
-    for i, placement in enumerate(x.placements):
-        group = x.device_mesh.get_group(i)
+    for group, placement in zip(x.device_mesh.get_all_groups(), x.placements, strict=True):
         if group.size() > 1 and dist.get_process_group_ranks(group) != ranks:
             yield group, placement
 
