@@ -32,7 +32,7 @@ from ..models.files.source import Source, written
 from ..models.files.write import full_tensor
 from ..models.model import Model
 from ..parallel import TensorParallel
-from ..ranks.messages import gather, raise_together, together
+from ..ranks.messages import gather, together
 from . import expert_adapter
 from .adaptable import Adaptables, ExpertParameter
 from .lora_options import check_options
@@ -70,7 +70,6 @@ def save_adapter(model: nn.Module, path: str | Path) -> None:
     leads = base.groups.writes and (stages is None or stages.rank() == 0)
     new = together(lambda: NewFiles(Path(path), caller) if leads else None, base.groups.all())
     tensors: dict[str, Tensor] = {}
-    error: Exception | None = None
     with nullcontext() if new is None else new:
         entries = *_entries(base), *_head_entries(base).values()
         for name, tensor in written((e.source, full_tensor(e.p, e.spec, e.tp)) for e in entries):
@@ -78,14 +77,14 @@ def save_adapter(model: nn.Module, path: str | Path) -> None:
                 tensors[name] = tensor.cpu()
         for tensors_of_stage in gather(tensors, stages, to_first=True):
             tensors = tensors_of_stage | tensors
-        if new is not None:
-            try:
+
+        def write() -> None:
+            if new is not None:
                 write_json(_config(base, adapted), new.folder / CONFIG)
                 save_file(tensors, new.folder / WEIGHTS)
                 new.publish()
-            except Exception as e:
-                error = e
-        raise_together(error, base.groups.all())
+
+        together(write, base.groups.all())
 
 
 def load_adapter(model: nn.Module, path: str | Path, *, trainable: bool = False) -> nn.Module:

@@ -19,7 +19,7 @@ from ...collectives import all_gather
 from ...layers.linear import Adaptable
 from ...layers.module import Spec
 from ...parallel import TensorParallel
-from ...ranks.messages import raise_together, together
+from ...ranks.messages import attempt, raise_together, together
 from ...ranks.shared_memory import host
 from .directory import own_file, read_json
 from .disk import NewFiles, save_file, write_json
@@ -93,19 +93,19 @@ def save(model: ModelFiles, path: Path, shard_bytes: int | None = None) -> None:
         mine = names.difference(*(earlier for earlier, _ in by_stage[:rank]))
         stored = [entry for entry in model.stored_parameters() if entry[0] in mine]
         tensors = ((name, full_tensor(p, spec, tp)) for name, p, spec, tp in stored)
-        shards: list[tuple[str, list[str]]] = []
-        error: Exception | None = None
         folder = by_stage[0][1]
-        if model.groups.writes and folder is not None:
-            try:
-                shards = _write_shards(model, folder / f"shard-{rank}", tensors, shard_bytes or MAX_SHARD_BYTES)
-            except Exception as e:
-                error = e
+
+        def write() -> list[tuple[str, list[str]]]:
+            if not model.groups.writes or folder is None:
+                return []
+            return _write_shards(model, folder / f"shard-{rank}", tensors, shard_bytes or MAX_SHARD_BYTES)
+
+        shards, error = attempt(write)
         for _ in tensors:  # the collectives that remain: all of them here, or those after an error
             pass
         raise_together(error, groups)
         size = sum(math.prod(spec.shape) * p.element_size() for _, p, spec, _ in stored)
-        shards_of = model.groups.over_stages(_CALLER, _Written(shards, size))
+        shards_of = model.groups.over_stages(_CALLER, _Written(shards[0], size))
         together(lambda: None if new is None else _finish(model, new, shards_of), groups)
 
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...kernels.runtime.rules import described
-from ...ranks.messages import channel, raise_together
+from ...ranks.messages import attempt, channel, raise_together
 
 _STOPS, _FAILED = 1, 2  # status of a rank
 
@@ -71,12 +71,8 @@ class Listener:
         peers = channel(self.group)
         if peers is None:
             return bool(action())
-        status, error = 0, None
-        try:
-            status = _STOPS * bool(action())
-        except Exception as e:
-            status, error = _FAILED, e
-        statuses = peers.exchange("generate", status)
+        result, error = attempt(lambda: _STOPS * bool(action()))
+        statuses = peers.exchange("generate", result[0] if result else _FAILED)
         if (statuses == _FAILED).any():
             raise_together(error, (self.group,))
         return bool(statuses.any())

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...kernels.runtime.op import acc_dtype
 from ...kernels.runtime.philox import make_rng, uniform
 from ...kernels.runtime.rules import described
-from ...ranks.messages import raise_together
+from ...ranks.messages import attempt, raise_together
 from .exchange import exchange
 from .model import CausalModel
 from .outputs import Record
@@ -70,15 +70,11 @@ class Scores:
         if not self.processors:
             return scores
         assert ids is not None
-        error = None
-        try:
-            scores = self._by_processors(scores.to(dtype), ids)
-        except Exception as e:
-            error = e
+        processed, error = attempt(lambda: self._by_processors(scores.to(dtype), ids))
         failed = torch.tensor([error is not None], device=ids.device)
         if (self.gather(failed.byte()) if self.tp.size > 1 else failed).any():
             raise_together(error, (self.tp.group,))
-        return scores.double()
+        return processed[0].double()
 
     def _by_processors(self, scores: Tensor, ids: Tensor) -> Tensor:
         shape = scores.shape

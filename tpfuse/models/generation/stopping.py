@@ -12,7 +12,7 @@ from torch import Tensor
 from ...kernels.runtime.errors import check
 from ...kernels.runtime.rules import WHOLE, check_number, described, quoted
 from ...parallel import TensorParallel
-from ...ranks.messages import raise_together
+from ...ranks.messages import attempt, raise_together
 from .exchange import exchange
 from .sampling import callables
 from .stop_strings import StopStrings
@@ -75,10 +75,8 @@ class Stopping:
     def __call__(self, ids: Tensor, tp: TensorParallel) -> Tensor:
         if tp.size == 1:
             return self._ended(ids)
-        try:
-            mine, error = self._ended(ids).to(torch.uint8), None
-        except Exception as e:
-            mine, error = torch.full((len(ids),), _FAILED, dtype=torch.uint8, device=ids.device), e
+        ended, error = attempt(lambda: self._ended(ids).byte())
+        mine = ended[0] if ended else torch.full_like(ids[:, 0], _FAILED, dtype=torch.uint8)
         flags = exchange(tp, ids.device).gather(mine)  # a clock, or a tokenizer, may differ
         if (flags == _FAILED).any():
             raise_together(error, (tp.group,))
