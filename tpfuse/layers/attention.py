@@ -27,7 +27,7 @@ from .hooks import hooked
 from .linear import ColumnParallelLinear, ColumnProjection, RowParallelLinear
 from .module import Origin, ParallelModule, check_rows, leaf_slices, local, on_pieces, replicated
 from .norm import HeadNorm, RMSNorm, SplitNorm, normed
-from .shapes import INIT, AttentionShape, Init
+from .shapes import INIT, AttentionShape, Init, check_heads
 
 
 class CopiedKV(ColumnProjection):
@@ -154,11 +154,7 @@ class ParallelAttention(ParallelModule):
         groups = H if shape.num_kv_heads is None else shape.num_kv_heads
         for name, heads in (("num_heads", H), ("num_kv_heads", groups)):
             check(heads >= 1, f"ParallelAttention: {name} must be a positive integer, got {heads!r}")
-        check(
-            shape.head_width is not None or D % H == 0,
-            f"ParallelAttention: hidden_size={D} is not divisible by num_heads={H}",
-        )
-        check(H % groups == 0, f"ParallelAttention: num_heads={H} is not divisible by num_kv_heads={groups}")
+        check_heads("ParallelAttention", D, H, groups, head_width=shape.head_width)
         threshold(shape.dropout)
         numbers = dict(scale=shape.scale, softcap=shape.softcap)
         check_numbers("ParallelAttention", numbers, dict(scale=POSITIVE, softcap=POSITIVE))

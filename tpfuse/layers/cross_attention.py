@@ -26,6 +26,7 @@ from ..parallel import TensorParallel
 from ..sequence_parallel.context import HeadSplit, cross_back, cross_rows
 from .linear import ColumnParallelLinear, ColumnProjection, RowParallelLinear
 from .module import ParallelModule, leaf_slices, on_pieces
+from .shapes import check_heads
 from .sites import cross_site
 
 
@@ -102,9 +103,7 @@ class CrossAttention(ParallelModule):
         name = "CrossAttention"
         groups = num_heads if num_kv_heads is None else num_kv_heads
         check_numbers(name, dict(num_heads=num_heads, num_kv_heads=groups), dict(num_heads=COUNT, num_kv_heads=COUNT))
-        fits = head_width is not None or hidden_size % num_heads == 0
-        check(fits, f"{name}: hidden_size={hidden_size} is not divisible by num_heads={num_heads}")
-        check(num_heads % groups == 0, f"{name}: num_heads={num_heads} is not divisible by num_kv_heads={groups}")
+        check_heads(name, hidden_size, num_heads, groups, head_width=head_width)
         self.heads = self.tp.divide_leaves(num_heads, f"{name}: num_heads")
         leaves, bitwise = self.tp.all_leaves, self.tp.bitwise
         split = f"tensor-parallel size {leaves}" if bitwise is None else f"bitwise={bitwise}"

@@ -28,6 +28,13 @@ class AttentionShape(NamedTuple):
     out_bias: bool | None = None  # None: bias
 
 
+def check_heads(caller: str, hidden_size: int, heads: int, kv_heads: int, head_width: int | None) -> None:
+    """Raises the ValueError of ``caller`` where hidden_size is no multiple of heads, or these of kv heads."""
+    fits = head_width is not None or hidden_size % heads == 0
+    check(fits, f"{caller}: hidden_size={hidden_size} is not divisible by num_heads={heads}")
+    check(heads % kv_heads == 0, f"{caller}: num_heads={heads} is not divisible by num_kv_heads={kv_heads}")
+
+
 class MLPShape(NamedTuple):
     """Widths and activation of an MLP; see :class:`ParallelMLP`."""
 

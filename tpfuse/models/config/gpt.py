@@ -91,8 +91,6 @@ class GPTConfig(ModelConfig):
             set(self.mlp_layers) <= set(range(self.num_layers)),
             f"GPTConfig: mlp_layers must be some of 0 to {self.num_layers - 1}, got {quoted(self.mlp_layers)}",
         )
-        if self.num_heads % self.kv_heads:
-            raise ValueError(f"GPTConfig: num_heads={self.num_heads} is not divisible by num_kv_heads={self.kv_heads}")
         if self.rope is not None:
             self._check_ropes()
         if not (self.pre_norm or self.branch_norm):

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 from ...kernels.gemm.activation import ACTIVATIONS, GATED
 from ...kernels.runtime.errors import check
 from ...kernels.runtime.rules import Rule, check_rules, one_of, quoted
-from ...layers.shapes import AttentionShape, MLPShape, MoEShape, NormShape
+from ...layers.shapes import AttentionShape, MLPShape, MoEShape, NormShape, check_heads
 from ..families import FAMILIES, FULL, SLIDING, Family
 from .fields import MAX_WEIGHT, MODEL_FIELDS
 from .reader import NAMED, Reader
@@ -73,10 +73,8 @@ class ModelConfig:
         )
         if self.ffn_size is None:
             object.__setattr__(self, "ffn_size", 4 * self.hidden_size)
-        if self.head_size * self.num_heads != self.hidden_size and getattr(self, "head_width", None) is None:
-            raise ValueError(
-                f"{self._name}: hidden_size={self.hidden_size} is not divisible by num_heads={self.num_heads}"
-            )
+        width = getattr(self, "head_width", None)
+        check_heads(self._name, self.hidden_size, self.num_heads, self.kv_heads, head_width=width)
         rows = self.vocab_size, self.learned_positions, 3 * self.num_heads * self.head_size, 2 * self.ffn_width
         if max(rows) * self.hidden_size > MAX_WEIGHT:
             raise ValueError(
