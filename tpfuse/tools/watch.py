@@ -78,7 +78,7 @@ class _Watch(TorchDispatchMode):
     def __init__(self, model: nn.Module):
         super().__init__()
         self.root = type(model).__name__
-        self.parameters = {_storage(p): name for name, p in model.named_parameters() if not p.is_meta}
+        self.parameters = {storage_of(p): name for name, p in model.named_parameters() if not p.is_meta}
         self.stack: list[tuple[str, set[Any]]] = []  # modules that run: a path, the nodes that their inputs come from
         self.excused = WeakIdKeyDictionary()  # storages -> whether anything may be in them, or infinities only
 
@@ -108,7 +108,9 @@ class _Watch(TorchDispatchMode):
             path = self.stack[-1][0]
         elif node is not None:
             path = node.metadata.get(_LABEL)
-        owners = [self.parameters[s].rpartition(".")[0] for a in inputs if (s := _storage(a.tensor)) in self.parameters]
+        owners = [
+            self.parameters[s].rpartition(".")[0] for a in inputs if (s := storage_of(a.tensor)) in self.parameters
+        ]
         path = next((owner for owner in owners if owner.startswith(path or "")), path)
         phase = "forward" if not backward else "forward, recomputed in backward" if self.stack else "backward"
         place = "outside the model" if path is None else path or self.root
@@ -147,7 +149,7 @@ class _Watch(TorchDispatchMode):
             if x.faults.finite:
                 continue
             excused = self.excused.get(x.tensor.untyped_storage())
-            parameter = self.parameters.get(_storage(x.tensor))
+            parameter = self.parameters.get(storage_of(x.tensor))
             if parameter is not None or (x.faults.nan and not excused):
                 name = x.name if parameter is None else f"{x.name} = {parameter}"
                 self._refuse(func, x._replace(name=name), inputs, "is given, and no op under watch made,")
@@ -229,6 +231,6 @@ def _count(t: Tensor) -> Faults:
     return Faults(int(t.isnan().sum()), int(t.isinf().sum()))
 
 
-def _storage(t: Tensor) -> int:
+def storage_of(t: Tensor) -> int:
     """Identifies the memory of a tensor that is alive."""
     return _plain(t).untyped_storage()._cdata

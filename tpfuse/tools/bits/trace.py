@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ...collectives import summed
 from ...kernels.runtime.function import observed
@@ -17,6 +16,7 @@ from ...layers.wiring import Normed
 from ...models.model import Model
 from ...models.rows import BatchRows
 from ...parallel import TensorParallel
+from ..watch import storage_of
 
 # Functions whose outputs are rows, columns or the parts of a sum of rows, and their names: "owner" is the module whose
 # parameters they read, "running" the one that calls them.
@@ -122,7 +122,7 @@ class _Recorder:
     def __init__(self, recorded: Trace, model: nn.Module, ops: bool):
         self.recorded, self.model, self.ops = recorded, model, ops
         self.running = [""]  # names of modules
-        self.owners = {_storage(p): name.rpartition(".")[0] for name, p in model.named_parameters()}
+        self.owners = {storage_of(p): name.rpartition(".")[0] for name, p in model.named_parameters()}
 
     def hooks(self) -> Iterator[Any]:
         """Installs the hooks and yields their handles."""
@@ -170,7 +170,7 @@ class _Recorder:
     def _owner(self, args: tuple[Any, ...]) -> str:
         """Returns the module whose parameters an op reads, or else that runs."""
         running = self.running[-1]
-        read = [self.owners[s] for x in args if isinstance(x, Tensor) and (s := _storage(x)) in self.owners]
+        read = [self.owners[s] for x in args if isinstance(x, Tensor) and (s := storage_of(x)) in self.owners]
         names = [name.split(".") for name in read if name.startswith(running)]
         shared = [parts[0] for parts in zip(*names) if len({*parts}) == 1]
         return ".".join(shared) or running
@@ -196,11 +196,6 @@ class _Recorder:
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() >= 0
-
-
-def _storage(x: Tensor) -> int:
-    """Identifies the memory of a tensor that is alive."""
-    return (x._local_tensor if isinstance(x, DTensor) else x).untyped_storage()._cdata
 
 
 def tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ...kernels.norm import KINDS
 from ...layers.block import SAVING
 from ...layers.expert_sizes import ExpertSizes
+from ...layers.module import local
 from ...layers.shards import same_on_replicas
 from ...layers.wiring import INNER, Branch, Join, norm_names, steps_at
 from ...models.config.model import ModelConfig
@@ -141,12 +142,12 @@ def saved_bytes(model: nn.Module | None = None, apart: Iterable[Tensor] = ()) ->
 
     Meta tensors will do.
     """
-    excluded = {_storage(p)._cdata for p in (*apart, *([] if model is None else model.parameters()))}
+    excluded = {local(p).untyped_storage()._cdata for p in (*apart, *([] if model is None else model.parameters()))}
     storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address comes twice
     total: int | None = None
 
     def pack(t: Tensor) -> Tensor:
-        storage = _storage(t)
+        storage = local(t).untyped_storage()
         storages[storage._cdata] = storage
         return t
 
@@ -159,10 +160,6 @@ def saved_bytes(model: nn.Module | None = None, apart: Iterable[Tensor] = ()) ->
         finally:
             total = count()
             storages.clear()  # backward may free them
-
-
-def _storage(t: Tensor) -> torch.UntypedStorage:
-    return (t.to_local() if hasattr(t, "to_local") else t).untyped_storage()
 
 
 # ---- state of parameters ----
