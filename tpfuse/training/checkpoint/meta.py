@@ -16,6 +16,7 @@ VERSION = 2  # of the formats: Philox, parameter layouts, names, files
 WITH_GRADIENT = 3  # the same, with a gradient that is not yet applied
 WITH_MORE = NEWEST = 4  # the same, with buffers or numbers of Python's, and maybe such a gradient
 Meta = dict[str, Any]
+Check = Callable[[Any], bool]
 
 _SEAL = re.compile(rb'{"sha256": "([0-9a-f]{64})",\n')
 _LARGEST = 1 << 30  # bytes
@@ -113,39 +114,40 @@ def _int64(value: Any) -> bool:
     return type(value) is int and -(1 << 63) <= value < 1 << 63
 
 
-def _file(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) == 2
-        and is_natural(value[0])
-        and isinstance(value[1], str)
-        and re.fullmatch("[0-9a-f]{64}", value[1]) is not None
-    )
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
-def _tensor(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) == 2
-        and isinstance(value[0], str)
-        and value[0] in DTYPES
-        and isinstance(value[1], list)
-        and all(map(is_natural, value[1]))
-    )
+def _object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _list_of(is_valid: Check) -> Check:
+    return lambda value: isinstance(value, list) and all(map(is_valid, value))
+
+
+def _dict_of(is_valid: Check) -> Check:
+    return lambda value: _object(value) and all(map(is_valid, value.values()))
+
+
+def _pair(left: Check, right: Check) -> Check:
+    return lambda value: isinstance(value, list) and len(value) == 2 and left(value[0]) and right(value[1])
+
+
+_file = _pair(is_natural, lambda v: _text(v) and re.fullmatch("[0-9a-f]{64}", v) is not None)
+_tensor = _pair(lambda v: _text(v) and v in DTYPES, _list_of(is_natural))
 
 
 def _group(value: Any) -> bool:
-    params = value.get("params") if isinstance(value, dict) else None
-    return isinstance(params, list) and all(isinstance(name, str) for name in params)
+    return _object(value) and _list_of(_text)(value.get("params"))
 
 
 def _hook(value: Any) -> bool:
     return value is None or (
-        isinstance(value, dict)
+        _object(value)
         and is_natural(value.get("replicas"))
         and is_natural(value.get("step"))
-        and isinstance(value.get("units"), list)
-        and all(isinstance(unit, list) and all(isinstance(name, str) for name in unit) for unit in value["units"])
+        and _list_of(_list_of(_text))(value.get("units"))
     )
 
 
@@ -154,28 +156,22 @@ def _pending(value: Any) -> bool:
     return value is None or type(loss) is float or loss in ("nan", "inf", "-inf")
 
 
-Rule = tuple[Callable[[Any], bool], str]
+Rule = tuple[Check, str]
 _FIELDS_1: dict[str, Rule] = {
     "step": (is_natural, NATURAL),
     "seed": (_int64, "an integer of 64 bits"),
     "model_step": (_int64, "an integer of 64 bits"),
-    "param_groups": (lambda v: isinstance(v, list) and all(map(_group, v)), "a list of groups with params"),
+    "param_groups": (_list_of(_group), "a list of groups with params"),
     "extra": (lambda v: True, "any value"),
 }
 _WITHOUT: Meta = {"hook": None, "pending": None, "adapters": {}}  # fields that need not be there
 _FIELDS: dict[str, Rule] = _FIELDS_1 | {
-    "optimizer": (lambda v: isinstance(v, str), "a string"),
-    "config": (lambda v: v is None or isinstance(v, dict), "an object or null"),
-    "adapters": (
-        lambda v: isinstance(v, dict) and all(isinstance(of_layer, dict) for of_layer in v.values()),
-        "objects by layer, or not there",
-    ),
-    "conditions": (lambda v: isinstance(v, dict), "an object"),
-    "tensors": (lambda v: isinstance(v, dict) and all(map(_tensor, v.values())), "dtypes and shapes by name"),
+    "optimizer": (_text, "a string"),
+    "config": (lambda v: v is None or _object(v), "an object or null"),
+    "adapters": (_dict_of(_object), "objects by layer, or not there"),
+    "conditions": (_object, "an object"),
+    "tensors": (_dict_of(_tensor), "dtypes and shapes by name"),
     "hook": (_hook, "replicas, a step and units of names, or not there"),
     "pending": (_pending, "a loss, or not there"),
-    "files": (
-        lambda v: isinstance(v, dict) and all(map(plain, v)) and all(map(_file, v.values())),
-        "sizes and checksums by file name",
-    ),
+    "files": (lambda v: _dict_of(_file)(v) and all(map(plain, v)), "sizes and checksums by file name"),
 }
