@@ -19,7 +19,8 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import described
-from .action import BACKWARD, FORWARD, INPUT, KINDS, WEIGHT, Action
+from .action import BACKWARD, FORWARD, INPUT, KINDS, WEIGHT
+from .clock import OrderArrays
 from .placement import Chunk
 from .schedules import Order
 
@@ -219,8 +220,8 @@ class Runtime(schedules._PipelineScheduleRuntime):
         for stage in stages:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
             stage.has_backward = backward
-        passes = [[a for a in actions if backward or a.kind == FORWARD] for actions in order.actions]
-        self._set_lists(_with_messages(order, passes))
+        passes = tuple(tuple(a for a in actions if backward or a.kind == FORWARD) for actions in order.actions)
+        self._set_lists(_with_messages(order._replace(actions=passes)))
         self.losses: dict[int, Tensor] = {}
 
     def _set_lists(self, lists: dict[int, list[Any]]) -> None:
@@ -291,9 +292,10 @@ class ContinuedRuntime(Runtime):
 
     def _numbered(self, previous: bool, batch: bool, parity: int) -> dict[int, list[Any]]:
         m = self.order.micro_batches
-        passes = [[a for a in actions if (batch if a.micro_batch >= 0 else previous)] for actions in self.order.actions]
+        runs = lambda a: batch if a.micro_batch >= 0 else previous
+        passes = tuple(tuple(filter(runs, actions)) for actions in self.order.actions)
         number = lambda n: (n + parity * m) % (2 * m)
-        lists = _with_messages(self.order, passes)
+        lists = _with_messages(self.order._replace(actions=passes))
         return {r: [a._replace(microbatch_index=number(a.microbatch_index)) for a in row] for r, row in lists.items()}
 
     def _end(self, stage: Any) -> None:
@@ -319,19 +321,20 @@ class _Announced(list[Any]):
             announce(place)
 
 
-def _with_messages(order: Order, passes: Sequence[Sequence[Action]]) -> dict[int, list[Any]]:
+def _with_messages(order: Order) -> dict[int, list[Any]]:
     """Returns each rank's passes with the messages between ranks: a receive is placed when its sender has sent."""
-    todo, offset = [list(reversed(actions)) for actions in passes], order.stages + 1
+    arrays, offset = OrderArrays.of(order), order.stages + 1
+    actions = list(itertools.chain.from_iterable(order.actions))
+    todo = [list(reversed(range(begin, end))) for begin, end in itertools.pairwise(arrays.begins)]
     lists: dict[int, list[Any]] = {r: [] for r in range(len(todo))}
-    finished = _earlier(order, passes)
+    sent = [False] * (len(actions) + 1) + [True]  # behind the actions: one that never ends, and (at -1) no message
     while any(todo):
         moved = False
-        for r, actions in enumerate(todo):
-            while actions and _ready(order, actions[-1], finished):
-                action = actions.pop()
-                finished.add(action)
-                moved = True
-                stage, kind, m, chain = action
+        for r, left in enumerate(todo):
+            while left and sent[arrays.adjacent[left[-1]]]:
+                i = left.pop()
+                sent[i] = moved = True
+                stage, kind, m, chain = actions[i]
                 lists[r].append(_torch_action(chain * offset + stage, kind, m))
                 if kind in _SENT:
                     send, receive, step = _SENT[kind]
@@ -342,25 +345,6 @@ def _with_messages(order: Order, passes: Sequence[Sequence[Action]]) -> dict[int
         if not moved:
             raise ValueError(f"pipeline: the order of {order.schedule} ends in a deadlock")
     return lists
-
-
-def _earlier(order: Order, passes: Sequence[Sequence[Action]]) -> set[Action]:
-    """Returns the passes of micro-batches below 0 that have run in the step before, as they are not in this one."""
-    present = {a for actions in passes for a in actions}
-    stages, kinds = range(order.stages), (FORWARD, BACKWARD)
-    return {
-        a._replace(stage=i, kind=kind) for a in present if a.micro_batch < 0 for i in stages for kind in kinds
-    } - present
-
-
-def _ready(order: Order, action: Action, finished: set[Action]) -> bool:
-    stage, kind, m, chain = action
-    if kind == FORWARD:
-        return stage == 0 or Action(stage - 1, FORWARD, m, chain) in finished
-    if kind in (BACKWARD, INPUT):
-        above = (Action(stage + 1, backward, m, chain) for backward in (BACKWARD, INPUT))
-        return stage == order.stages - 1 or any(a in finished for a in above)
-    return True
 
 
 def _torch_action(stage: int, kind: str, micro_batch: int) -> Any:
