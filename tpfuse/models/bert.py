@@ -31,7 +31,6 @@ from .files.read import ModelDirectory
 from .head import LMHead, ReplicatedLinear, WholeNorm
 from .inputs import Inputs, check_asked, check_packed
 from .model import Model, Output
-from .rows import BatchRows
 from .stack import make_block
 from .stages import Batch
 
@@ -173,7 +172,28 @@ class Bert(Model):
 
     def _embedded(self, batch: Batch) -> tuple[Tensor, Normed]:
         """Returns h and n of the first block."""
-        return self._embed(batch.rows, batch.inputs, batch.call.rng)
+        c, inputs, rows = self.config, batch.inputs, batch.rows
+        ids, position_ids, type_ids = inputs.input_ids, inputs.position_ids, inputs.token_type_ids
+        if position_ids is None and self.positions is not None:
+            position_ids = self._default_positions(inputs)
+        if type_ids is None and self.types is not None:
+            type_ids = torch.zeros(inputs.shape, dtype=torch.int64, device=inputs.tokens.device)
+        if not torch.compiler.is_compiling():
+            for name, x, most in (
+                ("input_ids", ids, c.vocab_size),
+                ("position_ids", position_ids, c.position_bound),
+                ("token_type_ids", type_ids, c.type_vocab_size),
+            ):
+                if x is not None:
+                    check_ids(f"Bert: {name}", x, most)
+        positions = types = None
+        if self.positions is not None and position_ids is not None:
+            positions = Lookup(self.positions, rows.local(position_ids, 0))
+        if self.types is not None and type_ids is not None:
+            types = Lookup(self.types, rows.local(type_ids, 0))
+        x = rows.share(inputs.tokens) if ids is None else rows.all(ids, -1)
+        drop = self._embedding_dropout(rows, batch.call.rng)
+        return embed(self.embedding, self.input_norm, x, drop, positions=positions, types=types, post_norm=True)
 
     def _balance_loss(self, sums: tuple[Tensor, ...], inputs: Inputs) -> None:
         """There are no experts."""
@@ -206,28 +226,6 @@ class Bert(Model):
         )
         loss = loss if loss is None or not loss.dim() else rows.back(loss)
         return Output(loss, None if logits is None else rows.back(logits), hidden_states=states)
-
-    def _embed(self, rows: BatchRows, inputs: Inputs, rng: Tensor | None) -> tuple[Tensor, Normed]:
-        c, (ids, position_ids, type_ids) = self.config, (inputs.input_ids, inputs.position_ids, inputs.token_type_ids)
-        if position_ids is None and self.positions is not None:
-            position_ids = self._default_positions(inputs)
-        if type_ids is None and self.types is not None:
-            type_ids = torch.zeros(inputs.shape, dtype=torch.int64, device=inputs.tokens.device)
-        if not torch.compiler.is_compiling():
-            for name, x, most in (
-                ("input_ids", ids, c.vocab_size),
-                ("position_ids", position_ids, c.position_bound),
-                ("token_type_ids", type_ids, c.type_vocab_size),
-            ):
-                if x is not None:
-                    check_ids(f"Bert: {name}", x, most)
-        positions = types = None
-        if self.positions is not None and position_ids is not None:
-            positions = Lookup(self.positions, rows.local(position_ids, 0))
-        if self.types is not None and type_ids is not None:
-            types = Lookup(self.types, rows.local(type_ids, 0))
-        x, drop = rows.share(inputs.tokens) if ids is None else rows.all(ids, -1), self._embedding_dropout(rows, rng)
-        return embed(self.embedding, self.input_norm, x, drop, positions=positions, types=types, post_norm=True)
 
     def _default_positions(self, inputs: Inputs) -> Tensor:
         """int64 [B, S]: 0, 1, ..., or with ``positions_skip_padding`` from ``first_position`` on."""
