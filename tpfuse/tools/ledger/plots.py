@@ -31,18 +31,14 @@ def figure(
     ValueError where matplotlib is missing.
     """
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    fig, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
-    draw(fig, axes.ravel())
+    fig = Figure(figsize=size, layout="constrained")
+    draw(fig, fig.subplots(rows, columns, squeeze=False).ravel())
     fig.suptitle(title, x=0.01, ha="left", size=11)
     path.parent.mkdir(parents=True, exist_ok=True)
     fig.savefig(path, dpi=110)
-    plt.close(fig)
 
 
 def legend(ax: Any, *, corner: str = "lower left", columns: int = 8, handles: Any = None) -> None:
