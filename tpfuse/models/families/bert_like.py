@@ -5,7 +5,7 @@ from typing import Any
 
 from ..files.source import Source
 from .family import KEYS, Family
-from .names import Modules, NamingConfig, linear, norm, qkv, table
+from .names import Modules, NamingConfig, in_layers, linear, norm, qkv, table
 
 
 def head(config: NamingConfig, name: str) -> Modules:
@@ -26,18 +26,14 @@ def body(config: NamingConfig) -> Modules:
         "input_norm": norm("embeddings.LayerNorm"),
         "pooler": linear("pooler.dense"),
     }
-    for i in range(config.num_layers):
-        block, layer = f"blocks.{i}", f"encoder.layer.{i}"
-        attention = f"{layer}.attention.self"
-        modules |= {
-            f"{block}.attention.qkv": qkv(f"{attention}.query", f"{attention}.key", f"{attention}.value"),
-            f"{block}.attention.out": linear(f"{layer}.attention.output.dense"),
-            f"{block}.attention_norm": norm(f"{layer}.attention.output.LayerNorm"),
-            f"{block}.mlp.fc1": linear(f"{layer}.intermediate.dense"),
-            f"{block}.mlp.fc2": linear(f"{layer}.output.dense"),
-            f"{block}.mlp_norm": norm(f"{layer}.output.LayerNorm"),
-        }
-    return modules
+    return modules | in_layers(config, "encoder.layer", lambda layer: {
+        "attention.qkv": qkv(*(f"{layer}.attention.self.{name}" for name in ("query", "key", "value"))),
+        "attention.out": linear(f"{layer}.attention.output.dense"),
+        "attention_norm": norm(f"{layer}.attention.output.LayerNorm"),
+        "mlp.fc1": linear(f"{layer}.intermediate.dense"),
+        "mlp.fc2": linear(f"{layer}.output.dense"),
+        "mlp_norm": norm(f"{layer}.output.LayerNorm"),
+    })  # fmt: skip
 
 
 # What no config of these families can say otherwise.

@@ -5,7 +5,7 @@ import torch
 from ..files.source import Source
 from .bert_like import PLAIN
 from .family import KEYS, SEQUENCE, TOKEN, Family, HeadLayers
-from .names import Modules, NamingConfig, flat, linear, norm, qkv, table
+from .names import Modules, NamingConfig, flat, in_layers, linear, norm, qkv, table
 
 
 def distilbert_sources(config: NamingConfig) -> dict[str, Source]:
@@ -19,18 +19,14 @@ def distilbert_sources(config: NamingConfig) -> dict[str, Source]:
         "transform_norm": norm("vocab_layer_norm"),
         "head": table("vocab_projector") | bias,
     }
-    for i in range(config.num_layers):
-        block, layer = f"blocks.{i}", f"transformer.layer.{i}"
-        attention = f"{layer}.attention"
-        modules |= {
-            f"{block}.attention.qkv": qkv(f"{attention}.q_lin", f"{attention}.k_lin", f"{attention}.v_lin"),
-            f"{block}.attention.out": linear(f"{attention}.out_lin"),
-            f"{block}.attention_norm": norm(f"{layer}.sa_layer_norm"),
-            f"{block}.mlp.fc1": linear(f"{layer}.ffn.lin1"),
-            f"{block}.mlp.fc2": linear(f"{layer}.ffn.lin2"),
-            f"{block}.mlp_norm": norm(f"{layer}.output_layer_norm"),
-        }
-    return flat(modules)
+    return flat(modules | in_layers(config, "transformer.layer", lambda layer: {
+        "attention.qkv": qkv(*(f"{layer}.attention.{name}_lin" for name in "qkv")),
+        "attention.out": linear(f"{layer}.attention.out_lin"),
+        "attention_norm": norm(f"{layer}.sa_layer_norm"),
+        "mlp.fc1": linear(f"{layer}.ffn.lin1"),
+        "mlp.fc2": linear(f"{layer}.ffn.lin2"),
+        "mlp_norm": norm(f"{layer}.output_layer_norm"),
+    }))  # fmt: skip
 
 
 DISTILBERT = Family(

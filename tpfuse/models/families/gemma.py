@@ -7,22 +7,15 @@ from typing import Any
 
 from ..files.source import Source
 from .family import FULL, PATTERNED_LAYERS, SEQUENCE, SLIDING, USUAL, Family
-from .llama_like import ATTENTION_BIAS, around, layer, llama_like
-from .names import NamingConfig, flat, norm
+from .llama_like import ATTENTION_BIAS, llama_like, llama_modules
+from .names import NamingConfig, flat, norms_before
 
 
 def gemma_sources(config: NamingConfig) -> dict[str, Source]:
     """Gemma2ForCausalLM: each norm stands around what it is of."""
-    modules = around() | {"input_norm": norm("layers.0.input_layernorm")}
-    final = config.num_layers - 1
-    for i in range(config.num_layers):
-        modules |= layer(config, i) | {
-            f"blocks.{i}.attention_branch_norm": norm(f"layers.{i}.post_attention_layernorm"),
-            f"blocks.{i}.attention_norm": norm(f"layers.{i}.pre_feedforward_layernorm"),
-            f"blocks.{i}.mlp_branch_norm": norm(f"layers.{i}.post_feedforward_layernorm"),
-            f"blocks.{i}.mlp_norm": norm("norm" if i == final else f"layers.{i + 1}.input_layernorm"),
-        }
-    return flat(modules)
+    norms = dict(attention_branch_norm="post_attention_layernorm", attention_norm="pre_feedforward_layernorm")
+    norms |= dict(mlp_branch_norm="post_feedforward_layernorm")
+    return flat(llama_modules(config, norms) | norms_before(config, "layers", "input_layernorm", "norm"))
 
 
 def _gemma(architecture: str, *, keys: dict[str, tuple[str, ...]], **fixed: Any) -> Family:

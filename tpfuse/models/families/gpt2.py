@@ -2,30 +2,21 @@
 
 from ..files.source import Source
 from .family import KEYS, SEQUENCE, TOKEN, Family
-from .names import Modules, NamingConfig, flat, linear, norm, table
+from .names import Modules, NamingConfig, flat, in_layers, linear, norm, norms_before, table
 
 
 def gpt2_sources(config: NamingConfig) -> dict[str, Source]:
     """GPT2LMHeadModel: Conv1D holds its weights transposed, and q, k and v in one."""
     transposed = "i o -> o i"
-    modules: Modules = {
-        "embedding": table("wte"),
-        "positions": table("wpe"),
-        "input_norm": norm("h.0.ln_1"),
-        "head": table("lm_head"),
-    }
-    final = config.num_layers - 1
-    for i in range(config.num_layers):
-        block, layer = f"blocks.{i}", f"h.{i}"
-        modules |= {
-            f"{block}.attention.qkv": linear(f"{layer}.attn.c_attn", "d (t h e) -> h t e d", "(t h e) -> h t e"),
-            f"{block}.attention.out": linear(f"{layer}.attn.c_proj", transposed),
-            f"{block}.mlp.fc1": linear(f"{layer}.mlp.c_fc", transposed),
-            f"{block}.mlp.fc2": linear(f"{layer}.mlp.c_proj", transposed),
-            f"{block}.attention_norm": norm(f"{layer}.ln_2"),
-            f"{block}.mlp_norm": norm("ln_f" if i == final else f"h.{i + 1}.ln_1"),
-        }
-    return flat(modules)
+    modules: Modules = {"embedding": table("wte"), "positions": table("wpe"), "head": table("lm_head")}
+    modules |= norms_before(config, "h", "ln_1", "ln_f")
+    return flat(modules | in_layers(config, "h", lambda layer: {
+        "attention.qkv": linear(f"{layer}.attn.c_attn", "d (t h e) -> h t e d", "(t h e) -> h t e"),
+        "attention.out": linear(f"{layer}.attn.c_proj", transposed),
+        "mlp.fc1": linear(f"{layer}.mlp.c_fc", transposed),
+        "mlp.fc2": linear(f"{layer}.mlp.c_proj", transposed),
+        "attention_norm": norm(f"{layer}.ln_2"),
+    }))  # fmt: skip
 
 
 GPT2 = Family(

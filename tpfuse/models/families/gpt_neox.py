@@ -3,29 +3,20 @@ side by side, LayerNorm, and rotary positions on a part of each head."""
 
 from ..files.source import Source
 from .family import KEYS, SEQUENCE, TOKEN, Family, RotaryKeys
-from .names import Modules, NamingConfig, flat, linear, norm, table
+from .names import Modules, NamingConfig, flat, in_layers, linear, norm, norms_before, table
 
 
 def gpt_neox_sources(config: NamingConfig) -> dict[str, Source]:
     """GPTNeoXForCausalLM: q, k and v in one, head by head; a block's two norms read the same rows."""
-    modules: Modules = {
-        "embedding": table("embed_in"),
-        "input_norm": norm("layers.0.input_layernorm"),
-        "head": table("lm_head"),
-    }
-    final = config.num_layers - 1
-    for i in range(config.num_layers):
-        block, layer = f"blocks.{i}", f"layers.{i}"
-        fused = f"{layer}.attention.query_key_value"
-        modules |= {
-            f"{block}.attention.qkv": linear(fused, "(h t e) d -> h t e d", "(h t e) -> h t e"),
-            f"{block}.attention.out": linear(f"{layer}.attention.dense"),
-            f"{block}.mlp.fc1": linear(f"{layer}.mlp.dense_h_to_4h"),
-            f"{block}.mlp.fc2": linear(f"{layer}.mlp.dense_4h_to_h"),
-            f"{block}.attention_norm": norm(f"{layer}.post_attention_layernorm"),
-            f"{block}.mlp_norm": norm("final_layer_norm" if i == final else f"layers.{i + 1}.input_layernorm"),
-        }
-    return flat(modules)
+    modules: Modules = {"embedding": table("embed_in"), "head": table("lm_head")}
+    modules |= norms_before(config, "layers", "input_layernorm", "final_layer_norm")
+    return flat(modules | in_layers(config, "layers", lambda layer: {
+        "attention.qkv": linear(f"{layer}.attention.query_key_value", "(h t e) d -> h t e d", "(h t e) -> h t e"),
+        "attention.out": linear(f"{layer}.attention.dense"),
+        "mlp.fc1": linear(f"{layer}.mlp.dense_h_to_4h"),
+        "mlp.fc2": linear(f"{layer}.mlp.dense_4h_to_h"),
+        "attention_norm": norm(f"{layer}.post_attention_layernorm"),
+    }))  # fmt: skip
 
 
 GPT_NEOX = Family(

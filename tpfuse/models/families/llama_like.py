@@ -5,57 +5,56 @@ from typing import Any
 
 from ..files.source import Source
 from .family import KEYS, NO_WINDOW, USUAL, Family, RotaryKeys
-from .names import Modules, NamingConfig, experts, flat, gate_up, linear, norm, qkv, shared_expert, table
+from .names import (
+    Modules,
+    NamingConfig,
+    experts,
+    flat,
+    gate_up,
+    in_layers,
+    linear,
+    norm,
+    norms_before,
+    qkv,
+    shared_expert,
+    table,
+)
 
 
 def llama_sources(config: NamingConfig) -> dict[str, Source]:
     """LlamaForCausalLM: each norm stands before what it feeds."""
-    modules = around() | {"input_norm": norm("layers.0.input_layernorm")}
-    final = config.num_layers - 1
-    for i in range(config.num_layers):
-        modules |= layer(config, i) | {
-            f"blocks.{i}.attention_norm": norm(f"layers.{i}.post_attention_layernorm"),
-            f"blocks.{i}.mlp_norm": norm("norm" if i == final else f"layers.{i + 1}.input_layernorm"),
-        }
-    return flat(modules)
+    norms = norms_before(config, "layers", "input_layernorm", "norm")
+    return flat(llama_modules(config, {"attention_norm": "post_attention_layernorm"}) | norms)
 
 
 def expert_sources(
     config: NamingConfig, module: str = "mlp", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> dict[str, Source]:
     """Llama's, and the experts that layers may have in place of an MLP, in a ``module`` of the layer."""
-    mixtures = {
-        f"blocks.{i}.mlp": experts(f"layers.{i}.{module}", f"layers.{i}.mlp", config.num_experts or 0, names)
-        for i in range(config.num_layers)
-    }
-    return llama_sources(config) | flat(mixtures)
+    count = config.num_experts or 0
+    mixture = lambda layer: {"mlp": experts(f"{layer}.{module}", f"{layer}.mlp", count, names)}
+    return llama_sources(config) | flat(in_layers(config, "layers", mixture))
 
 
 def shared_expert_sources(config: NamingConfig) -> dict[str, Source]:
     """Experts, and beside them one that every token has."""
-    layers = range(config.num_layers)
-    shared = {f"blocks.{i}.mlp": shared_expert(f"layers.{i}.mlp.shared_expert") for i in layers}
-    return expert_sources(config) | flat(shared)
+    shared = lambda layer: {"mlp": shared_expert(f"{layer}.mlp.shared_expert")}
+    return expert_sources(config) | flat(in_layers(config, "layers", shared))
 
 
-def around() -> Modules:
-    """The parameters around the layers, but for norms."""
-    return {"embedding": table("embed_tokens"), "head": table("lm_head")}
-
-
-def layer(config: NamingConfig, i: int) -> Modules:
-    """A layer without its norms: q, k and v apart, gate and up apart.  Norms of query and key heads are named, and a
-    model without them takes no notice."""
-    ours, attention, mlp = f"blocks.{i}", f"layers.{i}.self_attn", f"layers.{i}.mlp"
-    q, k, v = (f"{attention}.{name}_proj" for name in "qkv")
-    return {
-        f"{ours}.attention.qkv": qkv(q, k, v, config.num_heads // config.kv_heads),
-        f"{ours}.attention.q_norm": norm(f"{attention}.q_norm"),
-        f"{ours}.attention.k_norm": norm(f"{attention}.k_norm"),
-        f"{ours}.attention.out": linear(f"{attention}.o_proj"),
-        f"{ours}.mlp.fc1": gate_up(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
-        f"{ours}.mlp.fc2": linear(f"{mlp}.down_proj"),
-    }
+def llama_modules(config: NamingConfig, norms: dict[str, str]) -> Modules:
+    """Llama's parameters, q, k and v apart, gate and up apart; ``norms`` of a block -> their names in a layer.  Norms
+    of query and key heads are named, and a model without them takes no notice."""
+    heads = config.num_heads // config.kv_heads
+    return {"embedding": table("embed_tokens"), "head": table("lm_head")} | in_layers(config, "layers", lambda layer: {
+        "attention.qkv": qkv(*(f"{layer}.self_attn.{name}_proj" for name in "qkv"), heads=heads),
+        "attention.q_norm": norm(f"{layer}.self_attn.q_norm"),
+        "attention.k_norm": norm(f"{layer}.self_attn.k_norm"),
+        "attention.out": linear(f"{layer}.self_attn.o_proj"),
+        "mlp.fc1": gate_up(f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"),
+        "mlp.fc2": linear(f"{layer}.mlp.down_proj"),
+        **{module: norm(f"{layer}.{name}") for module, name in norms.items()},
+    })  # fmt: skip
 
 
 def llama_like(

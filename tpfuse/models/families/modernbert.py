@@ -3,7 +3,7 @@ in most layers."""
 
 from ..files.source import Source
 from .family import FULL, KEYS, PATTERNED_LAYERS, SEQUENCE, SLIDING, TOKEN, USUAL, Family, HeadLayers
-from .names import Modules, NamingConfig, flat, linear, norm, table
+from .names import Modules, NamingConfig, flat, in_layers, linear, norm, norms_before, table
 
 
 def modernbert_sources(config: NamingConfig) -> dict[str, Source]:
@@ -11,23 +11,18 @@ def modernbert_sources(config: NamingConfig) -> dict[str, Source]:
     activation is the first's."""
     modules: Modules = {
         "embedding": table("embeddings.tok_embeddings"),
-        "input_norm": norm("embeddings.norm"),
         "transform": linear("head.dense"),
         "transform_norm": norm("head.norm"),
         "head": table("decoder") | {"bias": Source.one("decoder.bias", "v -> v")},
     }
-    final = config.num_layers - 1
-    for i in range(config.num_layers):
-        block, layer = f"blocks.{i}", f"layers.{i}"
-        modules |= {
-            f"{block}.attention.qkv": linear(f"{layer}.attn.Wqkv", "(t h e) d -> h t e d", "(t h e) -> h t e"),
-            f"{block}.attention.out": linear(f"{layer}.attn.Wo"),
-            f"{block}.attention_norm": norm(f"{layer}.mlp_norm"),
-            f"{block}.mlp.fc1": linear(f"{layer}.mlp.Wi", "(t f) d -> f t d", "(t f) -> f t"),
-            f"{block}.mlp.fc2": linear(f"{layer}.mlp.Wo"),
-            f"{block}.mlp_norm": norm("final_norm" if i == final else f"layers.{i + 1}.attn_norm"),
-        }
-    return flat(modules)
+    modules |= norms_before(config, "layers", "attn_norm", "final_norm") | {"input_norm": norm("embeddings.norm")}
+    return flat(modules | in_layers(config, "layers", lambda layer: {
+        "attention.qkv": linear(f"{layer}.attn.Wqkv", "(t h e) d -> h t e d", "(t h e) -> h t e"),
+        "attention.out": linear(f"{layer}.attn.Wo"),
+        "attention_norm": norm(f"{layer}.mlp_norm"),
+        "mlp.fc1": linear(f"{layer}.mlp.Wi", "(t f) d -> f t d", "(t f) -> f t"),
+        "mlp.fc2": linear(f"{layer}.mlp.Wo"),
+    }))  # fmt: skip
 
 
 MODERNBERT = Family(

@@ -4,6 +4,7 @@ A family's ``sources`` returns, for every parameter of the whole model, the tens
 of the base model, without its prefix.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 from ..files.source import RowBlocks, Source, Stacked
@@ -39,12 +40,12 @@ def norm(name: str) -> dict[str, Source]:
     return {"weight": Source.one(f"{name}.weight", "d -> d"), "bias": Source.one(f"{name}.bias", "d -> d")}
 
 
-def qkv(q: str, k: str, v: str, heads: int = 1) -> dict[str, Source]:
-    """q, k and v apart, with ``heads`` query heads to each kv head.
+def qkv(*names: str, heads: int = 1) -> dict[str, Source]:
+    """q, k and v apart, of such ``names``, with ``heads`` query heads to each kv head.
 
     Where kv heads are fewer than ranks, q and kv are parameters of their own.
     """
-    weights, biases = ([f"{name}.{leaf}" for name in (q, k, v)] for leaf in ("weight", "bias"))
+    weights, biases = ([f"{name}.{leaf}" for name in names] for leaf in ("weight", "bias"))
     widths = heads, 1, 1
     return {
         "weight": Source.several(tuple(weights), "(h q e) d -> h q e d", widths),
@@ -100,6 +101,19 @@ def shared_expert(name: str) -> dict[str, Source]:
         "shared_fc2": linear(f"{name}.down_proj")["weight"],
         "shared_gate": linear(f"{name}_gate")["weight"],
     }
+
+
+def in_layers(config: NamingConfig, path: str, make: Callable[[str], Modules]) -> Modules:
+    """Modules of all blocks, of which ``make`` returns one's by its layer's name, ``path`` and a number."""
+    blocks = {f"blocks.{i}": make(f"{path}.{i}") for i in range(config.num_layers)}
+    return {f"{block}.{name}": leaves for block, modules in blocks.items() for name, leaves in modules.items()}
+
+
+def norms_before(config: NamingConfig, path: str, leaf: str, final: str) -> Modules:
+    """The norm before each layer, which the block below it has, and behind them all the final one."""
+    modules = "input_norm", *(f"blocks.{i}.mlp_norm" for i in range(config.num_layers))
+    names = *(f"{path}.{i}.{leaf}" for i in range(config.num_layers)), final
+    return {module: norm(name) for module, name in zip(modules, names, strict=True)}
 
 
 def flat(modules: Modules) -> dict[str, Source]:

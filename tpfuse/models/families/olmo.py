@@ -4,19 +4,14 @@ arXiv:2409.02060) has these norms of heads in Llama's wiring, and experts."""
 
 from ..files.source import Source
 from .family import SEQUENCE
-from .llama_like import ATTENTION_BIAS, EXPERTS, around, expert_sources, layer, llama_like, with_experts
+from .llama_like import ATTENTION_BIAS, EXPERTS, expert_sources, llama_like, llama_modules, with_experts
 from .names import NamingConfig, flat, norm
 
 
 def olmo2_sources(config: NamingConfig) -> dict[str, Source]:
     """Olmo2ForCausalLM: no norm enters a layer; the last block has the final one."""
-    modules = around() | {f"blocks.{config.num_layers - 1}.mlp_norm": norm("norm")}
-    for i in range(config.num_layers):
-        modules |= layer(config, i) | {
-            f"blocks.{i}.attention_branch_norm": norm(f"layers.{i}.post_attention_layernorm"),
-            f"blocks.{i}.mlp_branch_norm": norm(f"layers.{i}.post_feedforward_layernorm"),
-        }
-    return flat(modules)
+    norms = dict(attention_branch_norm="post_attention_layernorm", mlp_branch_norm="post_feedforward_layernorm")
+    return flat(llama_modules(config, norms) | {f"blocks.{config.num_layers - 1}.mlp_norm": norm("norm")})
 
 
 OLMO2 = llama_like(

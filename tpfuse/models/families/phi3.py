@@ -4,18 +4,16 @@ and up in another, no biases, one sliding window, longrope, and rotary positions
 from ..files.source import Source
 from .family import ONE_WINDOW, RotaryKeys
 from .llama_like import llama_like, llama_sources
-from .names import Modules, NamingConfig, flat, joined_qkv
+from .names import NamingConfig, flat, in_layers, joined_qkv
 
 
 def phi3_sources(config: NamingConfig) -> dict[str, Source]:
     """Phi3ForCausalLM: Llama's names, but for the two joined projections."""
-    joined: Modules = {}
-    for i in range(config.num_layers):
-        heads = config.num_heads // config.kv_heads
-        joined[f"blocks.{i}.attention.qkv"] = joined_qkv(f"layers.{i}.self_attn.qkv_proj", heads)
-        gate_up = Source.one(f"layers.{i}.mlp.gate_up_proj.weight", "(t f) d -> f t d")
-        joined[f"blocks.{i}.mlp.fc1"] = {"weight": gate_up}
-    return llama_sources(config) | flat(joined)
+    heads = config.num_heads // config.kv_heads
+    return llama_sources(config) | flat(in_layers(config, "layers", lambda layer: {
+        "attention.qkv": joined_qkv(f"{layer}.self_attn.qkv_proj", heads),
+        "mlp.fc1": {"weight": Source.one(f"{layer}.mlp.gate_up_proj.weight", "(t f) d -> f t d")},
+    }))  # fmt: skip
 
 
 PHI3 = llama_like(

@@ -4,16 +4,13 @@ biases everywhere or nowhere, one sliding window, and dropout after the embeddin
 from ..files.source import Source
 from .family import ONE_WINDOW
 from .llama_like import llama_like, llama_sources
-from .names import Modules, NamingConfig, flat, linear
+from .names import NamingConfig, flat, in_layers, linear
 
 
 def starcoder2_sources(config: NamingConfig) -> dict[str, Source]:
     """Starcoder2ForCausalLM: Llama's names, but for the MLP's."""
-    mlps: Modules = {}
-    for i in range(config.num_layers):
-        mlps[f"blocks.{i}.mlp.fc1"] = linear(f"layers.{i}.mlp.c_fc")
-        mlps[f"blocks.{i}.mlp.fc2"] = linear(f"layers.{i}.mlp.c_proj")
-    return llama_sources(config) | flat(mlps)
+    mlp = lambda layer: {"mlp.fc1": linear(f"{layer}.mlp.c_fc"), "mlp.fc2": linear(f"{layer}.mlp.c_proj")}
+    return llama_sources(config) | flat(in_layers(config, "layers", mlp))
 
 
 STARCODER2 = llama_like(
