@@ -24,6 +24,7 @@ from ..training.checkpoint import load_checkpoint, save_checkpoint
 from ..training.optim import clip_grad_norm_
 
 FOLDER = "tpfuse"  # of a checkpoint of accelerate or the Trainer, which holds every rank's shards and optimizer state
+FOREIGN: Any = object  # what a class of the user's own puts behind a mixin
 
 
 def model_of(model: nn.Module) -> Model | None:
@@ -90,7 +91,7 @@ def _shape(dp: int, tp: TensorParallel) -> str:
     return f"({dp}, {tp.cp_size}, {tp.size}), mesh_dim_names=('dp', 'cp', 'tp')"
 
 
-class AcceleratorMixin:
+class AcceleratorMixin(FOREIGN):  # type: ignore[misc]
     """Stands before accelerate's Accelerator, which then trains split models.
 
     ``Accelerator(parallelism_config=ParallelismConfig(tp_size=2, dp_shard_size=2))``, the second number being that of
@@ -100,11 +101,6 @@ class AcceleratorMixin:
     """
 
     knows_split_models = True  # which tpfuse.training.foreign.accelerate asks
-    state: Any
-    device: Any
-    parallelism_config: Any
-    num_processes: int
-    split_batches: bool
     _models: list[Any]
     _optimizers: list[Any]
 
@@ -133,8 +129,7 @@ class AcceleratorMixin:
     def dispatch_batches(self) -> bool | None:
         """Returns what accelerate was told; False where it was not and would dispatch the same rows to all replicas,
         or other rows to each rank of one."""
-        plain: Any = super()
-        told: bool | None = plain.dispatch_batches
+        told: bool | None = super().dispatch_batches
         return False if told is None and not self._dispatches(self.parallelism_config) else told
 
     def _dispatches(self, config: Any) -> bool:
@@ -151,21 +146,20 @@ class AcceleratorMixin:
 
         ValueError if the ParallelismConfig is not the model's.
         """
-        plain: Any = super()
         split = model_of(model)
         alone = split is None or all(group.size() == 1 for group in split.groups.all())
         if split is None or alone or getattr(model, "_is_accelerate_prepared", False):
-            return plain.prepare_model(model, device_placement, evaluation_mode)
+            return super().prepare_model(model, device_placement, evaluation_mode)
         check_processes(split, {"accelerate": self.num_processes})
         sizes, config = sizes_of(split), self.parallelism_config
         configured = None if config is None else _sizes(config)
         if split.tp.call_size == 1 and configured is None:
-            whole: nn.Module = plain.prepare_model(model, device_placement, evaluation_mode)
+            whole: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
             if isinstance(whole, DistributedDataParallel):
                 record_calls(whole, CallRecord("accelerate", split.groups.dp))
             return whole
         check(configured == sizes, f"accelerate: give parallelism_config=ParallelismConfig({sizes}), got {configured}")
-        prepared: nn.Module = plain.prepare_model(model, device_placement, evaluation_mode=True)
+        prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         if evaluation_mode or sizes.dp_shard_size == 1:
             return prepared
         assert split.groups.dp is not None
@@ -178,8 +172,7 @@ class AcceleratorMixin:
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepares a scheduler as accelerate does; it steps once for each replica, not once for each process."""
-        plain: Any = super()
-        prepared = plain.prepare_scheduler(scheduler)
+        prepared = super().prepare_scheduler(scheduler)
         if self._tp > 1 and not prepared.split_batches:
             prepared.split_batches, step, count = True, prepared.step, self.parallelism_config.dp_shard_size
             prepared.step = lambda *args, **kwargs: [step(*args, **kwargs) for _ in range(count)]
@@ -189,8 +182,7 @@ class AcceleratorMixin:
 
     def gather(self, tensor: Any) -> Any:
         """Returns the tensors of all replicas, one after the other."""
-        plain: Any = super()
-        gathered = plain.gather(tensor)
+        gathered = super().gather(tensor)
         if self._tp == 1:
             return gathered
         world = dist.get_world_size()
@@ -199,16 +191,14 @@ class AcceleratorMixin:
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Returns what all replicas hold, without what was repeated to fill the last batch."""
-        plain: Any = super()
         use_gather_object = use_gather_object or not _tensors(input_data)
         if self._tp > 1 and use_gather_object and dist.get_rank() % self._tp:
             input_data = []  # accelerate joins what it gets by iterating over each rank's
-        return plain.gather_for_metrics(input_data, use_gather_object)
+        return super().gather_for_metrics(input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Returns the sum or the mean over the replicas."""
-        plain: Any = super()
-        total = plain.reduce(tensor, reduction, scale)
+        total = super().reduce(tensor, reduction, scale)
         if reduction != "sum" or self._tp == 1:
             return total
         return _apply(lambda x: x / self._tp if x.is_floating_point() else x // self._tp, total)
@@ -216,7 +206,6 @@ class AcceleratorMixin:
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clips by the norm over all shards, or by that of all leaves; ValueError for leaves if ``parameters`` are not
         those of a prepared model, or ``norm_type`` is not 2."""
-        plain: Any = super()
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         identities = {id(p) for p in parameters}
         covered = (m for m in self._models if {id(p) for p in m.parameters() if p.grad is not None} <= identities)
@@ -224,23 +213,21 @@ class AcceleratorMixin:
         ours = model is not None and norm_type == 2
         check(ours or not leaves, "clip_grad_norm_: of bitwise give model.parameters(), and norm_type=2")
         if not ours or (self._tp == 1 and not leaves):
-            return plain.clip_grad_norm_(parameters, max_norm, norm_type)  # torch's, which is over all shards too
-        getattr(self, "unscale_gradients")()  # noqa: B009
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)  # torch's, which is over all shards too
+        self.unscale_gradients()
         return clip_grad_norm_(model, max_norm)  # type: ignore[arg-type]
 
     # ---- files ----
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Returns whole tensors by Hugging Face's names on every rank; every rank calls it."""
-        plain: Any = super()
         split = model_of(model)
-        return plain.get_state_dict(model, unwrap) if split is None else dict(whole_tensors(split.files))
+        return super().get_state_dict(model, unwrap) if split is None else dict(whole_tensors(split.files))
 
     def save_state(self, output_dir: str | None = None, **options: Any) -> Any:
         """Saves as accelerate does; the model and its optimizer by :func:`save_checkpoint`, in a folder of it."""
-        plain: Any = super()
         with self._apart("save_state") as (model, optimizer):
-            folder = plain.save_state(output_dir, **options)
+            folder = super().save_state(output_dir, **options)
             if model is not None:
                 save_checkpoint(Path(folder) / FOLDER, model, optimizer, step=int(getattr(self, "step", 0)))
         return folder
@@ -250,13 +237,12 @@ class AcceleratorMixin:
 
         ValueError if there is no such state.
         """
-        plain: Any = super()
         with self._apart("load_state") as (model, optimizer):
             if model is not None:
                 check(input_dir is not None, "load_state: input_dir must be given")
                 step = load_checkpoint(Path(str(input_dir)) / FOLDER, model, optimizer)
                 check(step is not None, f"load_state: {input_dir} has no folder {FOLDER!r}, which save_state writes")
-            plain.load_state(input_dir, **options)
+            super().load_state(input_dir, **options)
 
     @contextlib.contextmanager
     def _apart(self, caller: str) -> Iterator[tuple[Any, Any]]:

@@ -13,13 +13,13 @@ from ..kernels.runtime.errors import check
 from ..models.files.read import ModelDirectory, restore
 from ..ranks.messages import gather
 from ..training.checkpoint import load_checkpoint, save_checkpoint
-from .accelerator import FOLDER, AcceleratorMixin, check_processes, sizes_of
+from .accelerator import FOLDER, FOREIGN, AcceleratorMixin, check_processes, sizes_of
 from .parallelized import Parallelized, parallelized_in
 
 _OPTIMIZER, _SCHEDULER = "optimizer.pt", "scheduler.pt"  # transformers' names
 
 
-class TrainerMixin:
+class TrainerMixin(FOREIGN):  # type: ignore[misc]
     """Stands before transformers' Trainer, or a class derived from it, which then trains what parallelize has split.
 
     Ranks of a tensor-parallel group read the same batches; losses, gradients and metrics are taken over the replicas.
@@ -27,24 +27,16 @@ class TrainerMixin:
     optimizer state, which resume at any tensor-parallel size.
     """
 
-    model: Any
-    args: Any
-    accelerator: Any
-    optimizer: Any
-    lr_scheduler: Any
-    state: Any
-
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         if (module := self._parallelized) is not None:
             _share_generators(module.parallel.tp.call_group)  # which some trainers seed by the process
 
     def create_accelerator_and_postprocess(self) -> None:
-        plain: Any = super()
         if (module := self._parallelized) is not None:
             module.tpfuse_driver = True
             _forget_layout()  # of a Trainer before, whose arguments these are too
-        plain.create_accelerator_and_postprocess()
+        super().create_accelerator_and_postprocess()
         cls = type(self.accelerator)
         self.accelerator.__class__ = type(cls.__name__, (AcceleratorMixin, cls), {})
         if module is not None:
@@ -60,24 +52,21 @@ class TrainerMixin:
         return parallelized_in(self.model)
 
     def _get_num_items_in_batch(self, *args: Any) -> Any:
-        plain: Any = super()
-        items, module = plain._get_num_items_in_batch(*args), self._parallelized
+        items, module = super()._get_num_items_in_batch(*args), self._parallelized
         # The Trainer has divided by the tensor-parallel size, and AcceleratorMixin.gather had counted nobody twice.
         return items * module.parallel.tp.call_size if module is not None and isinstance(items, torch.Tensor) else items
 
     # ---- checkpoints: every rank takes part ----
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        plain: Any = super()
         if self.args.should_save or self._parallelized is None:
-            plain._save(output_dir, state_dict)
+            super()._save(output_dir, state_dict)
         else:
             self.model.save_pretrained(output_dir or self.args.output_dir)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        plain: Any = super()
         if (module := self._parallelized) is None:
-            plain._save_optimizer_and_scheduler(output_dir)
+            super()._save_optimizer_and_scheduler(output_dir)
             return
         step, optimizer = self.state.global_step, self.optimizer.optimizer
         save_checkpoint(Path(output_dir) / FOLDER, module, optimizer, step=step)
@@ -85,9 +74,8 @@ class TrainerMixin:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        plain: Any = super()
         if checkpoint is None or (module := self._parallelized) is None:
-            plain._load_optimizer_and_scheduler(checkpoint)
+            super()._load_optimizer_and_scheduler(checkpoint)
             return
         step = load_checkpoint(Path(checkpoint) / FOLDER, module, self.optimizer.optimizer)
         unsplit = step is None and (Path(checkpoint) / _OPTIMIZER).exists()
@@ -98,9 +86,8 @@ class TrainerMixin:
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        plain: Any = super()
         if (module := self._parallelized) is None:
-            plain._load_from_checkpoint(resume_from_checkpoint, model)
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
         elif load_checkpoint(Path(resume_from_checkpoint) / FOLDER, module) is None:
             restore(module.parallel.files, ModelDirectory(resume_from_checkpoint))  # save_only_model
 
