@@ -7,6 +7,7 @@ messages in the same order, the send to rank r + s together with the receive fro
 stream or off it.
 """
 
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -131,6 +132,13 @@ class Flight:
             while handles:
                 handles.pop(0).wait()
         return self.received[source, rows]
+
+    def arriving(self, tile: Tensor) -> Iterator[tuple[Tensor, int, slice]]:
+        """Yields rows, their tile and place in it: this rank's ``tile``, then each peer's rows as they land."""
+        yield tile, self.rank, slice(0, len(tile))
+        for rows in self.cut:
+            for source in self.before:
+                yield self.arrived(source, rows), source, rows
 
     def finish(self) -> Tensor:
         """Waits for all sends and receives, after which x may be written or freed; returns ``received``."""

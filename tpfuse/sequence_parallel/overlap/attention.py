@@ -114,16 +114,10 @@ def gather_attention_exchange_bwd_by(
     by_tiles = _by_tiles(qkv, m, options, backward=True)
     work = Backward(do.flatten(0, 1), qkv, o, options) if by_tiles else None
     tiles = None if work is None else Tiles(work, m)
-
-    def multiply(dy: Tensor, tile: int, rows: slice) -> None:
-        matmul.mm(dy, w_out, place=do[tile, rows])
+    for dy_rows, tile, rows in flight.arriving(dy[flight.rank]):
+        matmul.mm(dy_rows, w_out, place=do[tile, rows])
         if tiles is not None:
             tiles.attend(tile, rows.stop, ahead=False)
-
-    multiply(dy[flight.rank], flight.rank, slice(0, m))
-    for rows in flight.cut:
-        for source in flight.before:
-            multiply(flight.arrived(source, rows), source, rows)
     dy = flight.finish().flatten(0, 1)
     if work is None or tiles is None:
         dqkv = attention_bwd(do.flatten(0, 1), qkv, o, lse, options=options)

@@ -83,10 +83,8 @@ def linear_exchange_bwd_by(run: Run, dp: Tensor, x: Tensor, w: Tensor, group_nam
     """Computes ``linear_exchange_bwd``; the weight's gradient is handed to ``run``."""
     cut, dy, dx = pieces(dp.shape[1]), dp.new_empty(dp.shape), dp.new_empty(*dp.shape[:2], w.shape[1])
     flight = Flight("linear_exchange backward", dp, dy, group_name, cut=cut, copy_own=True).post_all()
-    matmul.mm(dy[flight.rank], w, place=dx[flight.rank])
-    for rows in cut:
-        for source in flight.before:
-            matmul.mm(flight.arrived(source, rows), w, place=dx[source, rows])
+    for dy_rows, tile, rows in flight.arriving(dy[flight.rank]):
+        matmul.mm(dy_rows, w, place=dx[tile, rows])
     dw, _ = run("out_weight", WeightGrad(flight.finish().flatten(0, 1), x, w.dtype, None))
     return dx.flatten(0, 1), dw
 

@@ -40,16 +40,10 @@ def gather_and_multiply(label: str, n: Tensor, linear: LinearWeights, group_name
     cut, z = pieces(n.shape[1]), n.new_empty(*n.shape[:2], *row_of_z(n, len(w), activation))
     y = z if activation == "none" else n.new_empty(*n.shape[:2], len(w) // width(activation))
     flight = Flight(label, n, n.new_empty(n.shape), group_name, cut=cut).post_all()
-
-    def multiply(x: Tensor, tile: int, rows: slice) -> None:
+    for x, tile, rows in flight.arriving(n[flight.rank]):
         multiply_into(x, w, b, z[tile, rows])
         if z is not y:
             activation_fwd.write((y[tile, rows],), z[tile, rows], activation)
-
-    multiply(n[flight.rank], flight.rank, slice(None))
-    for rows in cut:
-        for source in flight.before:
-            multiply(flight.arrived(source, rows), source, rows)
     flight.finish()
     return y.flatten(0, 1), n.new_empty(0) if z is y else z.flatten(0, 1)
 
