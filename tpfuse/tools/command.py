@@ -285,6 +285,13 @@ def add_count(parser: Options, name: str, text: str, default: int | None = None)
     parser.add_argument(name, type=positive, default=default, metavar="N", help=text)
 
 
+def add_numbers(
+    parser: Options, name: str, kind: Callable[[str], float], text: str, *, default: str | None = None, of: str = "N"
+) -> None:
+    """Adds an option that takes numbers with commas between them, each of which ``kind`` makes of its text."""
+    parser.add_argument(name, type=comma_separated(kind), default=default, metavar=f"{of},..", help=text)
+
+
 def add_output(parser: Options, *, plot: bool = True) -> None:
     """Adds --json and, with ``plot``, --plot."""
     output = parser.add_argument_group("output")

@@ -54,9 +54,7 @@ def register(p: CommandParser) -> None:
         " compares every tensor with one process, as integers. The exit code is 1 where bits differ.",
     )
     p.add_argument("model", metavar="MODEL", help=f"{MODEL_HELP}; weights beside config.json are read")
-    p.add_argument(
-        "--tp", type=cli.comma_separated(cli.positive), default="1,2,4", metavar="N,..", help="tensor-parallel sizes"
-    )
+    cli.add_numbers(p, "--tp", cli.positive, "tensor-parallel sizes", default="1,2,4")
     p.add_argument(
         "--sequence-parallel",
         choices=SEQUENCE_PARALLEL,

@@ -283,17 +283,12 @@ def _rank_memory(args: Namespace, config: ModelConfig, plan: dryrun.Plan) -> tup
 
 def register_dryrun(p: CommandParser) -> None:
     p.runs(_run_dryrun)
-    integers = cli.comma_separated(cli.positive)
     add_model(p)
     _add_step(p)
     add_arch(p)
     cli.add_flag(p, "--sweep", "show how each cost grows with --tps and --ranks, in place of --tp and --dp")
-    p.add_argument(
-        "--tps", type=integers, default="1,2,4,8,16,32,64", metavar="N,..", help="tensor-parallel sizes of --sweep"
-    )
-    p.add_argument(
-        "--ranks", type=integers, default="1,8,64,512,4096", metavar="N,..", help="numbers of ranks of --sweep"
-    )
+    cli.add_numbers(p, "--tps", cli.positive, "tensor-parallel sizes of --sweep", default="1,2,4,8,16,32,64")
+    cli.add_numbers(p, "--ranks", cli.positive, "numbers of ranks of --sweep", default="1,8,64,512,4096")
     cli.add_output(p)
 
 

@@ -89,12 +89,8 @@ def register_calibrate(p: CommandParser) -> None:
     p.add_argument("--out", type=Path, default=machine.DEFAULT, metavar="FILE", help="file that is written")
     dtypes = "dtypes of the models that are timed (default: fp32)"
     p.add_argument("--dtype", choices=DTYPES, nargs="+", default=["fp32"], help=dtypes)
-    p.add_argument(
-        "--ranks",
-        type=cli.comma_separated(cli.positive),
-        default="1,2,4",
-        metavar="N,..",
-        help="numbers of processes that run at once, one thread each",
+    cli.add_numbers(
+        p, "--ranks", cli.positive, "numbers of processes that run at once, one thread each", default="1,2,4"
     )
     cli.add_number(
         p,

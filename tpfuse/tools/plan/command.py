@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 
-from ..command import CommandParser, add_number, add_output, bounded, comma_separated, positive, present, rate, size
+from ..command import CommandParser, add_number, add_numbers, add_output, bounded, positive, present, rate, size
 from ..command import seconds as seconds_type
 
 
@@ -11,12 +11,8 @@ def register(p: CommandParser) -> None:
     ranks, sizes = (
         ",".join(str(base**k) for k in powers) for base, powers in ((4, range(1, 7)), (2, range(10, 31, 2)))
     )
-    p.add_argument(
-        "--ranks", type=comma_separated(positive), default=ranks, metavar="N,..", help="numbers of ranks that sum"
-    )
-    p.add_argument(
-        "--sizes", type=comma_separated(size), default=sizes, metavar="BYTES,..", help="message sizes, in bytes a rank"
-    )
+    add_numbers(p, "--ranks", positive, "numbers of ranks that sum", default=ranks)
+    add_numbers(p, "--sizes", size, "message sizes, in bytes a rank", default=sizes, of="BYTES")
     add_number(p, "--latency", seconds_type, "time a message is under way, in seconds", default=5e-6)
     add_number(p, "--overhead", seconds_type, "time a message keeps a rank busy, in seconds", default=1e-6)
     add_number(p, "--bandwidth", rate, "bandwidth of a rank's link each way, in GB/s", default=25.0)

@@ -69,12 +69,8 @@ def register(p: CommandParser) -> None:
         "memory bandwidth that a rank reaches, in GB/s (default: 80 %% of an A100's, 1632)",
         default=1632.0,
     )
-    p.add_argument(
-        "--bandwidth",
-        type=cli.comma_separated(cli.rate),
-        metavar="X,..",
-        help="bandwidth of a rank's link along each axis, in GB/s (default: 230, along the outer one 25)",
-    )
+    links = "bandwidth of a rank's link along each axis, in GB/s (default: 230, along the outer one 25)"
+    cli.add_numbers(p, "--bandwidth", cli.rate, links, of="X")
     cli.add_number(p, "--latency", cli.seconds, "time a message is under way, in seconds", default=1e-6)
     cli.add_flag(p, "--explain", "print the cost of each op's other layouts, and the second best choice")
     cli.add_output(p)
