@@ -109,18 +109,20 @@ def plan_of(args: Namespace, tp: int, dp: int, micro_batch: int, optimizer: str 
 
 
 def add_settled_seq(p: Options, usual: int = SEQ) -> None:
-    """Adds --seq without a default, for :func:`settle_seq`."""
+    """Adds --seq without a default, for :func:`settled_config`."""
     cli.add_seq(p, None, f" (default: {usual}, or fewer where the model has no more)")
 
 
-def settle_seq(args: Namespace, config: ModelConfig, usual: int = SEQ) -> None:
-    """Takes as many positions as the model has, at most ``usual``, where none are said; ValueError where it has
-    fewer."""
+def settled_config(args: Namespace, usual: int = SEQ) -> ModelConfig:
+    """Returns the model's config.  Where --seq is not said it becomes as many positions as the model has, at most
+    ``usual``; ValueError where the model has fewer than are said."""
+    config = load_config(args.model)
     most = config.most_positions
     if args.seq is None:
         args.seq = min(usual, most or usual)
     if most is not None and args.seq > most:
         raise ValueError(f"{args.command}: {args.seq} positions are more than the model's max_positions={most}")
+    return config
 
 
 def _step_plan(args: Namespace) -> dryrun.Plan:
@@ -166,8 +168,7 @@ def register_ledger(p: CommandParser) -> None:
 def _run_ledger(args: Namespace) -> None:
     if (args.ms is None) != (args.bandwidth is None):
         raise ValueError("--ms and --bandwidth go together")
-    config = load_config(args.model)
-    settle_seq(args, config, LAYER_SEQ)
+    config = settled_config(args, LAYER_SEQ)
     plan = dryrun.Plan(args.tp, cp=args.cp, cp_kind=args.cp_kind, dtype=DTYPES[args.dtype], imbalance=args.imbalance)
     if args.html:
         subject = page.Subject(args.model, config, plan, args.batch, seq=args.seq, arch=args.arch, layer=args.layer)
@@ -239,8 +240,7 @@ def _cases(plan: dryrun.Plan) -> list[_Case]:
 
 
 def _run_memory(args: Namespace) -> None:
-    config = load_config(args.model)
-    settle_seq(args, config)
+    config = settled_config(args)
     plan = _step_plan(args).settled(config)
     kinds, unit = layers_by_mlp(config).values(), plan.seq * plan.micro_batch * config.hidden_size
     rows, values, bars = [], {}, {}
@@ -293,7 +293,7 @@ def register_dryrun(p: CommandParser) -> None:
 
 
 def _run_dryrun(args: Namespace) -> None:
-    config = load_config(args.model)
+    config = settled_config(args)
     if args.sweep and (args.pp > 1 or args.cp > 1):
         raise ValueError("dryrun: --sweep is of tp and dp alone; leave out --pp and --cp")
     if args.sweep and (args.tp > 1 or args.dp > 1):
@@ -302,7 +302,6 @@ def _run_dryrun(args: Namespace) -> None:
         raise ValueError("dryrun: --sweep is of even experts over tp; leave out --imbalance and --over-replicas")
     if args.plot and args.pp > 1:
         raise ValueError("dryrun: --plot draws one rank, and --pp asks for several")
-    settle_seq(args, config)
     run = _run_sweep if args.sweep else _run_stages if args.pp > 1 else _run_rank
     run(args, config)
 

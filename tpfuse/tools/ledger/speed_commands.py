@@ -8,8 +8,7 @@ from .. import command as cli
 from ..command import CommandParser
 from ..options import DTYPES, MODEL_HELP, add_dtype, add_model
 from . import machine, mfu, plots, steptime
-from .commands import STEP_SEQ, add_context, add_over_replicas, add_saving, add_settled_seq, plan_of, settle_seq
-from .presets import load_config
+from .commands import STEP_SEQ, add_context, add_over_replicas, add_saving, add_settled_seq, plan_of, settled_config
 from .text import quantity, table
 
 _DEVICE, _RECOMPUTE = "H100", mfu.RECOMPUTE[0]
@@ -46,8 +45,7 @@ def _run_mfu(args: Namespace) -> None:
         return _show_published(args)
     if args.batch is None or args.seconds is None:
         raise ValueError("--model needs --batch and --seconds too")
-    config = load_config(args.model)
-    settle_seq(args, config)
+    config = settled_config(args)
     peak = mfu.PEAK[args.device] if args.peak_tflops is None else args.peak_tflops * 1e12
     u = mfu.utilization(
         config,
@@ -136,8 +134,7 @@ def _pairs(text: str) -> list[tuple[int, int]]:
 
 
 def _run_predict(args: Namespace) -> None:
-    config, speeds = load_config(args.model), machine.Machine.load(args.machine)
-    settle_seq(args, config, STEP_SEQ)
+    config, speeds = settled_config(args, STEP_SEQ), machine.Machine.load(args.machine)
     plans = [plan_of(args, tp, dp, args.micro_batch or max(1, args.batch // dp)) for tp, dp in args.choices]
     if args.check:
         checked = steptime.check(config, plans, speeds, batch=args.batch, steps=args.steps)

@@ -9,9 +9,8 @@ from typing import Any
 from ...kernels.runtime.errors import check
 from .. import html
 from ..command import INTERRUPTED, CommandParser, add_count, add_flag, add_html, add_number, bounded
-from ..ledger.commands import STEP_SEQ, add_settled_seq, settle_seq
+from ..ledger.commands import STEP_SEQ, add_settled_seq, settled_config
 from ..ledger.machine import DEFAULT, Machine
-from ..ledger.presets import load_config
 from ..ledger.text import quantity
 from ..options import DTYPES, add_model, add_optimizer
 from .cluster import Cluster, Level, preset, read, this_machine
@@ -131,12 +130,11 @@ def run(args: Namespace) -> int:
     """Prints, draws, writes, explains and checks plans; returns 130 where Ctrl-C has ended the search, 0 otherwise."""
     check(not args.check or args.device == LOCAL, "plan: --check runs plans on this machine: give --device here")
     check((args.explain or 1) <= KEEP, f"plan: --explain is one of the {KEEP} fastest plans, got {args.explain}")
-    config, fixed, cluster = load_config(args.model), fixed_of(args.fix), cluster_of(args)
+    config, fixed, cluster = settled_config(args, STEP_SEQ), fixed_of(args.fix), cluster_of(args)
     if args.check:
         from .check import check_possible, checked
 
         check_possible(fixed, cluster.devices)
-    settle_seq(args, config, STEP_SEQ)
     dtype = DTYPES[args.dtype or ("fp32" if cluster.device.name == LOCAL else "bf16")]
     job = Job(config, args.global_batch, args.seq, dtype, optimizer=args.optimizer)
     gc.freeze()  # otherwise each collection visits all objects so far, and a search makes many

@@ -9,9 +9,8 @@ from typing import NamedTuple
 from ....kernels.runtime.errors import check
 from ... import command as cli
 from ...command import CommandParser
-from ...ledger.commands import add_settled_seq, settle_seq
+from ...ledger.commands import add_settled_seq, settled_config
 from ...ledger.plots import bars
-from ...ledger.presets import load_config
 from ...ledger.text import duration, quantity, table
 from ...options import DTYPES, add_dtype, add_model, add_optimizer
 from ..collectives import Link
@@ -139,8 +138,7 @@ def solve(args: Namespace) -> Layouts:
     sizes, widths = args.mesh, args.bandwidth or [25.0] * (len(args.mesh) - 1) + [230.0]
     check(len(widths) == len(sizes), f"layouts: --bandwidth needs {len(sizes)} numbers, one an axis, got {len(widths)}")
     mesh = Mesh(sizes, tuple(Link(args.latency, width * 1e9) for width in widths))
-    config = load_config(args.model)
-    settle_seq(args, config)
+    config = settled_config(args)
     job = Job(config, args.batch, args.seq, dtype=DTYPES[args.dtype], optimizer=args.optimizer)
     space = Space(
         stack(job, args.blocks), mesh, Rates(args.tflops * 1e12, args.memory_bandwidth * 1e9, args.micro_batches)
