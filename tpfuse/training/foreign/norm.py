@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from ...collectives import all_gather
 from ...kernels.runtime.errors import check
@@ -48,10 +48,9 @@ def part_of(grad: Tensor, slice_of: SplitParameter | None) -> GradPart:
             " a mesh; flatten them to one",
         )
         shard = shards[0] if len(shards) == 1 else None
-        for group, placement in zip(grad.device_mesh.get_all_groups(), grad.placements, strict=True):
-            covered = covered or (slice_of is not None and _ranks(group) == _ranks(slice_of.tp.group))
-            if not isinstance(placement, Replicate):
-                groups[group.group_name] = None
+        over, ranks_of = grad.device_mesh.get_all_groups(), dist.get_process_group_ranks
+        covered = slice_of is not None and ranks_of(slice_of.tp.group) in map(ranks_of, over)
+        groups = {g.group_name: None for g, s in zip(over, grad.placements, strict=True) if not s.is_replicate()}
         grad = grad.to_local()
     if slice_of is None:
         return GradPart(grad, tuple(groups), shard=shard)
@@ -65,10 +64,6 @@ def _leaf(slice_of: SplitParameter) -> tuple[int, int] | None:
     if tp.bitwise is None or spec.dim is None:
         return None
     return spec.dim, tp.leaf(spec.shape[spec.dim], copies=spec.leaf_copies)
-
-
-def _ranks(group: dist.ProcessGroup | None) -> list[int]:
-    return dist.get_process_group_ranks(group)
 
 
 class _Norm(NamedTuple):
