@@ -24,7 +24,7 @@ def expert_ranks(caller: str, experts: ExpertGroup | None, tp: TensorParallel) -
         return tp
     rule = f"{caller}: experts must be mesh['dp', 'tp'] or a ProcessGroup of its ranks"
     check(isinstance(experts, dist.ProcessGroup | DeviceMesh), f"{rule}, got {experts!r}")
-    group = _flat(experts) if isinstance(experts, DeviceMesh) else experts
+    group = flat_group(experts) if isinstance(experts, DeviceMesh) else experts
     members = dist.get_process_group_ranks(group)
     replicas = gather([dist.get_rank()] if tp.group is None else dist.get_process_group_ranks(tp.group), group)
     n = len(replicas[0])
@@ -43,7 +43,7 @@ def expert_ranks(caller: str, experts: ExpertGroup | None, tp: TensorParallel) -
     return TensorParallel.over_replicas(group, tp)
 
 
-def _flat(mesh: DeviceMesh) -> dist.ProcessGroup:
+def flat_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Returns the group over all ranks of a mesh, which torch makes once."""
     with torch.device("cpu"):
         return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...collectives import reduced_bytes
 from ...kernels.runtime.errors import check
+from ...layers.expert_ranks import flat_group
 from ...layers.expert_sizes import ExpertSizes
 from ...layers.shapes import MoEShape
 from ...layers.shards import same_on_replicas
@@ -189,7 +190,8 @@ def planned_model(config: ModelConfig, plan: Plan, mesh: DeviceMesh, stage: Stag
     """Returns the model of a plan, or a rank's stages, on the meta device."""
     check_experts(config, plan)
     tp = ranks_of(plan, mesh)
-    experts = expert_ranks_of(mesh, tp) if plan.expert_replicas > 1 else None
+    # given as what expert_ranks returns: ranks of a fake world cannot tell their numbers to one another
+    experts = TensorParallel.over_replicas(flat_group(mesh["dp", "tp"]), tp) if plan.expert_replicas > 1 else None
     return build(
         config, tp=tp, dp=mesh["dp"], experts=experts, saving=plan.saving, full=plan.full, dtype=plan.dtype, stage=stage
     )
@@ -219,12 +221,6 @@ def ranks_of(plan: Plan, mesh: DeviceMesh, *, overlap: str = "auto") -> TensorPa
 def axis_of(group: str, tp: TensorParallel) -> str:
     """Returns the axis that a collective among the ranks of a model's ``group`` is over, "cp" or else "tp"."""
     return "cp" if tp.cp is not None and group == tp.cp.group_name else "tp"
-
-
-def expert_ranks_of(mesh: DeviceMesh, tp: TensorParallel) -> TensorParallel:
-    """Returns the ranks of all replicas of a fake world, which cannot tell their numbers to one another."""
-    with torch.device("cpu"):
-        return TensorParallel.over_replicas(mesh["dp", "tp"]._flatten().get_group(), tp)
 
 
 def held_by(model: Model, plan: Plan) -> RankMemory:
