@@ -160,8 +160,7 @@ class Parallelized(Vocabulary, nn.Module):
         ValueError if one of the whole tensors is missing, extra or mis-shaped.
         """
         if all(name.startswith("parallel.") for name in state_dict):
-            plain: Any = super()
-            return plain.load_state_dict(state_dict, strict=strict, assign=assign)
+            return super().load_state_dict(state_dict, strict=strict, assign=assign)
         restore(self.parallel.files, NamedTensors("load_state_dict", "state_dict", state_dict))
         return nn.Module().load_state_dict({})
 

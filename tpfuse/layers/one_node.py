@@ -254,7 +254,7 @@ class _Backward:
         state = self.state(norm)
         direct = dtype_of(bias) if step.branch_norm is None else None  # or the branch's norm stands between
         wanted = Wanted(direct, norm.beta is not None, request.residual, request.dtype, leaves=self.leaves)
-        mask, order = self._mask(step), POST if step.stream else PRE
+        mask, order = getattr(self.layer.constants, step.branch), POST if step.stream else PRE
         dparts, dresidual, dbias, *vectors = FUSED.bwd(dn, dh, state, mask, order=order, wanted=wanted)
         if step.norm is not None:
             self.norm_gradients(step.norm, vectors)
@@ -266,9 +266,6 @@ class _Backward:
             self.norm_gradients(step.branch_norm, vectors)
         self.gradients[name] = dbias
         return dresidual, dparts[None]
-
-    def _mask(self, step: Join) -> Mask:
-        return getattr(self.layer.constants, step.branch)
 
 
 @Composed
