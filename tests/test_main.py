@@ -350,11 +350,6 @@ def test_what_is_printed_without_torch(argv):
     assert done.stdout.endswith("False\n") and len(done.stdout + done.stderr) > 15, done.stderr
 
 
-def test_it_runs_as_a_module():
-    done = subprocess.run([sys.executable, "-m", "tpfuse", "mfu"], capture_output=True, text=True)
-    assert done.returncode == 0 and "published" in done.stdout, done.stderr
-
-
 @pytest.mark.slow
 def test_bits(capsys, tmp_path):
     undropped = dict(dropout=0.0, embedding_dropout=0.0)  # Llama drops attention's probabilities alone

@@ -30,9 +30,12 @@ NAMES = "batch", "seq", "tp", "cp", "width"
 
 @pytest.fixture(scope="module")
 def data():
+    """Of the variants that SETTINGS name."""
+    every, named = page._variants, {(*split, batch > 1) for batch, _, *split in SETTINGS}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(page, "RANKS", (1, 2))
         patch.setattr(page, "WIDTHS", (Fraction(1), Fraction(2)))
+        patch.setattr(page, "_variants", lambda subject: {v: s for v, s in every(subject).items() if v in named})
         return page.gather(SUBJECT)
 
 
