@@ -16,10 +16,10 @@ from ...models.model import Model
 from ...parallel import BITWISE, TensorParallel
 from .. import command as cli
 from ..command import CommandParser
-from ..ledger.commands import add_settled_seq, settle_seq
+from ..ledger.commands import add_settled_seq, settled_config
 from ..ledger.dryrun import fake_world
 from ..ledger.layer import build
-from ..ledger.presets import config_file, load_config
+from ..ledger.presets import config_file
 from ..ledger.processes import check_count, on_ranks
 from ..options import DTYPES, MODEL_HELP, add_dtype
 from .layouts import Batch, Bits, Layout, compare
@@ -81,8 +81,7 @@ def _leaves(text: str) -> int | None:
 
 def _run(args: Namespace) -> int:
     """Returns 1 where bits differ, 0 otherwise."""
-    config = load_config(args.model)
-    settle_seq(args, config, SEQ)
+    config = settled_config(args, SEQ)
     make = MakeModel(config, weights_of(args.model), DTYPES[args.dtype], args.saving)
     layouts = [Layout(size, sp) for size in args.tp for sp in SEQUENCE_PARALLEL[args.sequence_parallel]]
     check_splits(config, args.tp, args.bitwise)
