@@ -146,6 +146,17 @@ def test_a_reader_that_would_leave_them_out_refuses(tmp_path):
     assert json.loads((path / "meta.json").read_text())["version"] == WITH_MORE
 
 
+def test_those_of_a_file_without_that_version_are_read(tmp_path):
+    """As files were written before it was there."""
+    model, optimizer = normed(3)
+    path = save_checkpoint(tmp_path, model, optimizer, step=1) / "meta.json"
+    values = json.loads(path.read_text()) | dict(version=VERSION)
+    path.write_bytes(sealed({key: value for key, value in values.items() if key != "sha256"}))
+    other, theirs = normed()
+    load_checkpoint(tmp_path, other, theirs)
+    assert_equal(other.state_dict(), model.state_dict())
+
+
 def test_damage_of_one_is_seen(tmp_path):
     path = save_checkpoint(tmp_path, *normed(1), step=1) / "meta.json"
     values = json.loads(path.read_text())

@@ -39,11 +39,11 @@ def pending_pieces(entries: Entries, pending: Pending | None) -> tuple[list[Piec
 
 def check_pending_everywhere(waiting: Sequence[bool]) -> None:
     """ValueError where a gradient waits on some ranks alone, of those that ``waiting`` lists."""
-    some, others = ([rank for rank, waits in enumerate(waiting) if waits is kind] for kind in (True, False))
-    if some and others:
+    having, lacking = ([rank for rank, waits in enumerate(waiting) if waits is kind] for kind in (True, False))
+    if having and lacking:
         raise ValueError(
-            f"a gradient that is not yet applied waits on {ranks_named(some)} and not on {ranks_named(others)}: where"
-            " gradients are one step late, as of tpfuse.DelayedGradients, they are so on every rank"
+            f"a gradient that is not yet applied waits on {ranks_named(having)} and not on {ranks_named(lacking)}:"
+            " where gradients are one step late, as of tpfuse.DelayedGradients, they are so on every rank"
         )
 
 
@@ -58,9 +58,9 @@ def ranks_without(meta: Meta, model: nn.Module, ranks: Ranks) -> list[int]:
 def check_pending(path: Path, without: Sequence[int], ranks: Ranks) -> None:
     """ValueError where a checkpoint has a gradient that waits, which ranks are ``without`` use for."""
     if without:
-        some = f", and nothing on {ranks_named(without)} would apply it" if len(without) < ranks.size else ""
+        lacking = f", and nothing on {ranks_named(without)} would apply it" if len(without) < ranks.size else ""
         raise ValueError(
-            f"{path} holds a gradient that is not yet applied, of training with gradients one step late{some}; load"
+            f"{path} holds a gradient that is not yet applied, of training with gradients one step late{lacking}; load"
             ' it after tpfuse.pipeline.schedule(model, mesh, "2bw", ...) or, in one process,'
             " tpfuse.DelayedGradients(model), or without the optimizer"
         )

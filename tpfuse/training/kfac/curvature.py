@@ -58,9 +58,9 @@ class Sum(NamedTuple):
     rows: Tensor
 
 
-class _Kept(NamedTuple):
-    """What a curvature had: its ``sums``, of which those of the sides in ``shared`` are not to be added to in place,
-    the rows that it ``held``, and of each refresh since (the state, as it was before)."""
+class _KeptSums(NamedTuple):
+    """The ``sums`` of a curvature, of which those of the sides in ``shared`` are not to be added to in place, the rows
+    that it ``held``, and of each refresh since (the state, as it was before)."""
 
     sums: dict[str, Sum]
     held: dict[int, list[CapturedRows]]
@@ -102,7 +102,7 @@ class Curvature:
         self.sums: dict[str, Sum] = {}
         self.held: dict[int, list[CapturedRows]] = {}  # by micro-batch, in which a layer may be called again
         self.size: RowSizes | None = None
-        self._kept: _Kept | None = None
+        self._kept: _KeptSums | None = None
 
     def receive(self, dy: Tensor, x: Tensor) -> None:
         """Takes dy [M, N] and x [M, K] of a backward pass, of which one is this rank's slice of columns: adds them at
@@ -124,7 +124,7 @@ class Curvature:
     def keep(self) -> None:
         """Keeps what is here, and what is refreshed from now on, until :meth:`release`."""
         held = {micro_batch: list(rows) for micro_batch, rows in self.held.items()}
-        self._kept = _Kept(dict(self.sums), held, shared=set(self.sums), states=[])
+        self._kept = _KeptSums(dict(self.sums), held, shared=set(self.sums), states=[])
 
     def restore(self) -> None:
         """Makes everything as it was at :meth:`keep`."""
