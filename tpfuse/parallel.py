@@ -100,7 +100,10 @@ class TensorParallel:
             raise ValueError(f"TensorParallel: overlap must be one of {', '.join(OVERLAP)}, got {overlap!r}")
         if cp_kind not in CP_KINDS:
             raise ValueError(f"TensorParallel: cp_kind must be one of {', '.join(CP_KINDS)}, got {cp_kind!r}")
-        group, context = process_group("group", group, "tp"), process_group("cp", cp, "cp")
+        group, context = (
+            process_group(f"TensorParallel: {name}", argument, dim)
+            for name, argument, dim in (("group", group, "tp"), ("cp", cp, "cp"))
+        )
         context = None if context is None or (context.size() == 1 and cp_kind != "keys") else context
         backend = "" if group is None else dist.get_backend_config(group)
         if overlap == "pairwise" and group is not None and "gloo" not in backend and "nccl" not in backend:

@@ -324,6 +324,12 @@ def with_first_sample(world):
     return torch.equal(model(ids).logits, given) and model.eval()(ids) is not None
 
 
+@pytest.mark.parametrize("dp", [3, "dp"])
+def test_what_is_no_group_of_replicas(dp):
+    with pytest.raises(ValueError, match=f"GPT: dp must be a DeviceMesh of one dimension .* got {dp!r}; pass mesh"):
+        GPT(GPT_CONFIG, dp=dp)
+
+
 def test_dp_or_first_sample_places_the_masks(ranks):
     assert all(ranks(4, with_first_sample))
 

@@ -257,6 +257,7 @@ def refusals(world):
     (ids, labels), *_ = batches(1)
     tries = {
         "no stages": lambda: schedule(GPT(GPT2), mesh, "1f1b", 4),
+        "no group": lambda: schedule(model, "pp", "1f1b", 4),
         "other stages": lambda: schedule(staged(), mesh, "zbv", 4),
         "unknown": lambda: schedule(staged(), mesh, "2f2b", 4),
         "stage unknown": lambda: staged("2f2b"),
@@ -293,6 +294,7 @@ def refusals(world):
 
 WORDS = {
     "no stages": "has no stages; make it with stage=",
+    "no group": "pipeline: mesh must be a DeviceMesh of one dimension or a ProcessGroup",
     "other stages": "make the model with stage=(",
     "unknown": "schedule must be one of gpipe",
     "stage unknown": "stage's schedule must be one of gpipe",

@@ -231,7 +231,9 @@ def test_what_is_refused():
         balance_experts(GPT(CONFIG), None)
     with pytest.raises(ValueError, match="model must be a module, got"):
         balance_experts([nn.Linear(2, 2)], None)
-    with pytest.raises(ValueError, match="dp must be a DeviceMesh of one dimension, a ProcessGroup or None, got 'dp'"):
+    with pytest.raises(
+        ValueError, match="dp must be a DeviceMesh of one dimension or a ProcessGroup that this process is in, got 'dp'"
+    ):
         balance_experts(layer(), "dp")
     with pytest.raises(ValueError, match="router_bias is of models with experts, got True without"):
         one = dict(num_experts=None, experts_per_token=None, shared_size=None, shared_gate=False, family="llama")

@@ -28,6 +28,7 @@ from ..parallel import TensorParallel, resolve, versions
 from ..pipeline.placement import Stage
 from ..pipeline.trees import apart
 from ..ranks.agreement import Agreement, Header, agree_over, digest, is_checking, next_number, raise_everywhere
+from ..ranks.groups import process_group
 from ..ranks.messages import attempt, channel, together
 from ..sequence_parallel.context import settled
 from .classify import ClassifierHead
@@ -107,10 +108,9 @@ class Model(nn.Module):
         self.config, self.seed = config, seed
         self.origin: FileOrigin | None = None
         self.tp = settled(TensorParallel() if tp is None else tp, config.num_heads, config.kv_heads)
-        dp = dp.get_group() if dp is not None and not isinstance(dp, dist.ProcessGroup) else dp
-        self.groups = Groups(self.tp, dp, staged=stage is not None)
-        self.step = torch.zeros((), dtype=torch.int64, device="cpu")
         name = type(self).__name__
+        self.groups = Groups(self.tp, process_group(f"{name}: dp", dp, "dp"), staged=stage is not None)
+        self.step = torch.zeros((), dtype=torch.int64, device="cpu")
         self._agreement = Agreement(
             Header(name, axis=self.tp.call_axis, causes=(("input_ids", _CAUSE),)), each_call=True
         )

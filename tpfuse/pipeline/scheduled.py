@@ -11,6 +11,7 @@ from ..kernels.runtime.errors import check
 from ..kernels.runtime.main_grad import main_grads
 from ..kernels.runtime.rules import check_number, integer
 from ..ranks.agreement import Header, agree_over, raise_everywhere
+from ..ranks.groups import process_group
 from .delayed import DelayedPipeline, check_delayed
 from .placement import Stage, held_by
 from .schedules import EVERY, TRAINED, WITHOUT_FLUSH, Order, order
@@ -52,7 +53,8 @@ def schedule(
             f"pipeline: {type(model).__name__} has no stages; make it with stage=(mesh['pp'].get_local_rank(),"
             f" mesh['pp'].size(), {name!r})"
         )
-    group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
+    group = process_group("pipeline: mesh", mesh, "pp", optional=False)
+    assert group is not None
     _agree(model, group, dict(name=name, micro_batches=micro_batches, backward=backward, bitwise=bitwise))
     check(
         name in TRAINED or name not in EVERY,

@@ -1,4 +1,4 @@
-"""The process groups that a TensorParallel is made of: what a user gives, and the one over all ranks with its calls."""
+"""Process groups: what a user gives, and the one over all ranks of a TensorParallel with its calls."""
 
 import weakref
 
@@ -10,18 +10,18 @@ _call_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.Weak
 
 
 def process_group(
-    argument: str, group: "dist.ProcessGroup | dist.DeviceMesh | None", dim: str
+    name: str, group: "dist.ProcessGroup | dist.DeviceMesh | None", dim: str, *, optional: bool = True
 ) -> dist.ProcessGroup | None:
-    """Returns the group of a TensorParallel's ``argument``, usually mesh[dim]; ValueError for what is none."""
-    if isinstance(group, dist.DeviceMesh):
-        rule = "a DeviceMesh must have one dimension"
-        check(group.ndim == 1, f"TensorParallel: {argument}: {rule}, got {group}; pass mesh[{dim!r}]")
+    """Returns the group that the argument ``name`` gives, usually mesh[dim]; ValueError for what is none, and for None
+    unless it is ``optional``."""
+    if isinstance(group, dist.DeviceMesh) and group.ndim == 1:
         return group.get_group()
-    check(
-        group is None or isinstance(group, dist.ProcessGroup),
-        f"TensorParallel: {argument} must be a DeviceMesh or a ProcessGroup this process is in, got {group!r}",
+    if isinstance(group, dist.ProcessGroup) or (group is None and optional):
+        return group
+    raise ValueError(
+        f"{name} must be a DeviceMesh of one dimension or a ProcessGroup that this process is in, got {group!r}; pass"
+        f" mesh[{dim!r}]"
     )
-    return group
 
 
 def check_pieces(pieces: list[list[int]], context: dist.ProcessGroup) -> None:

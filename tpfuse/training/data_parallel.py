@@ -24,6 +24,7 @@ from ..models.model import Model, staged_in
 from ..parallel import TensorParallel, resolve
 from ..pipeline.trees import GradientTrees, forget_micro_batches
 from ..ranks.agreement import Header, agree
+from ..ranks.groups import process_group
 from ..ranks.messages import together
 from .calls import CallRecord, record_calls
 from .foreign.groups import WRAPPED, dtensor_error, error_of
@@ -90,7 +91,8 @@ def data_parallel(
         _check(model, None, bucket_cap_mb, shards=True)
         _check_experts(model, None, bitwise_micro_batches)
         return MicroBatchReplica(model, GradientTrees(model, bitwise_micro_batches, None))
-    group = _group(dp)
+    group = process_group(f"{_NAME}: dp", dp, "dp", optional=False)
+    assert group is not None
     groups = [*_split_over(model), group]
 
     def examine() -> None:
@@ -164,17 +166,6 @@ def under_ddp(model: nn.Module) -> bool:
         return False
     gc.collect()  # of those that nobody holds any more
     return held()
-
-
-def _group(dp: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
-    one = isinstance(dp, dist.ProcessGroup) or (isinstance(dp, DeviceMesh) and dp.ndim == 1)
-    check(
-        one,
-        f"{_NAME}: dp must be a DeviceMesh of one dimension or a ProcessGroup that this process is in, got {dp!r};"
-        " pass mesh['dp']",
-    )
-    assert dp is not None
-    return dp.get_group() if isinstance(dp, DeviceMesh) else dp
 
 
 def _split_over(model: nn.Module) -> list[dist.ProcessGroup]:

@@ -23,7 +23,8 @@ from ..kernels.runtime.rules import POSITIVE, check_number, described
 from ..layers.moe import ParallelMoE
 from ..models.model import Model, staged_in
 from ..ranks.agreement import Header, agree
-from ..ranks.messages import together
+from ..ranks.groups import process_group
+from ..ranks.messages import attempt, together
 from .data_parallel import replica_of
 from .foreign.norm import over_groups
 
@@ -46,13 +47,15 @@ def balance_experts(
     """
     check(isinstance(model, nn.Module), f"{_NAME}: model must be a module, got {described(model)}")
     layers = {name: m for name, m in model.named_modules() if isinstance(m, ParallelMoE) and m.routing.biased}
-    known, replicas = _known_replicas(model), _group(dp)
+    known, (replicas, error) = _known_replicas(model), attempt(lambda: process_group(f"{_NAME}: dp", dp, "dp"))
     groups = {"tensor-parallel": next((m.tp.group for m in layers.values()), None)}
     groups["context-parallel"] = next((m.tp.cp.group for m in layers.values() if m.tp.cp is not None), None)
-    groups["data-parallel"] = replicas if known is None else known
+    groups["data-parallel"] = known if known is not None or error else replicas[0]
 
     def examine() -> None:
-        _check_replicas(model, known, dp)
+        if error is not None:
+            raise error
+        _check_replicas(model, known, replicas[0])
         check_number(f"{_NAME}: rate", rate, POSITIVE)
         check(
             len(layers) > 0 or staged_in(model) is not None,
@@ -76,13 +79,6 @@ def balance_experts(
     return counts
 
 
-def _group(dp: object) -> dist.ProcessGroup | None:
-    """Returns the group of ``dp``; None for what has none."""
-    if isinstance(dp, DeviceMesh) and dp.ndim == 1:
-        return dp.get_group()
-    return dp if isinstance(dp, dist.ProcessGroup) else None
-
-
 def _known_replicas(model: nn.Module) -> dist.ProcessGroup | None:
     """Returns the replicas of DistributedDataParallel, or those that a model was given."""
     for m in model.modules():
@@ -94,13 +90,8 @@ def _known_replicas(model: nn.Module) -> dist.ProcessGroup | None:
     return None
 
 
-def _check_replicas(model: nn.Module, known: dist.ProcessGroup | None, dp: object) -> None:
-    group = _group(dp)
-    check(
-        dp is None or group is not None,
-        f"{_NAME}: dp must be a DeviceMesh of one dimension, a ProcessGroup or None, got {dp!r}",
-    )
-    ours, ranks = _several(known), _several(group)
+def _check_replicas(model: nn.Module, known: dist.ProcessGroup | None, dp: dist.ProcessGroup | None) -> None:
+    ours, ranks = _several(known), _several(dp)
     check(known is None or ours == ranks, f"{_NAME}: the model's replicas are ranks {ours}, got dp={ranks}")
     sharded = next((name for name, p in model.named_parameters() if isinstance(p, DTensor)), None)
     check(

@@ -289,7 +289,9 @@ def test_refused_in_one_process():
     assert "KFAC: lr must be a number, got None" in said(lambda: KFAC(GPT(STEP_CONFIG), lr=None))
     model = GPT(STEP_CONFIG)
     assert "KFAC: model must be a module" in said(lambda: KFAC(model.parameters()))
-    assert "KFAC: dp must be a DeviceMesh, a ProcessGroup or None, got 'x'" in said(lambda: KFAC(model, dp="x"))
+    assert "KFAC: dp must be a DeviceMesh of one dimension or a ProcessGroup that this process is in, got 'x'" in said(
+        lambda: KFAC(model, dp="x")
+    )
     kfac, main = KFAC(model), tpfuse.MainGrad(model)
     assert "KFAC has the weights of its model's layers alone" in said(lambda: kfac.add_param_group(dict(params=[])))
     with pytest.raises(TypeError, match="cannot be copied; use state_dict"):

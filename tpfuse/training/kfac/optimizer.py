@@ -18,6 +18,7 @@ from ...layers.linear import ColumnProjection, RowParallelLinear
 from ...layers.module import local
 from ...pipeline import Filling, Work
 from ...ranks.agreement import Header, agree_over, agreement_of
+from ...ranks.groups import process_group
 from ...ranks.messages import gather, together
 from ..matrices import WholeMatrices
 from .bubbles import check_copies, pieces, stages_of
@@ -81,12 +82,10 @@ class KFAC(torch.optim.Optimizer):
         check(
             isinstance(model, nn.Module), f"KFAC: model must be a module, whose weights it finds, got {quoted(model)}"
         )
-        kinds = DeviceMesh | dist.ProcessGroup | None
-        check(isinstance(dp, kinds), f"KFAC: dp must be a DeviceMesh, a ProcessGroup or None, got {quoted(dp)}")
         numbers = dict(lr=lr, momentum=momentum, weight_decay=weight_decay, damping=damping, decay=decay)
         numbers |= dict(refresh=refresh)
         weights = weights_of(model)
-        replicas = _replica_group(model, dp.get_group() if isinstance(dp, DeviceMesh) else dp)
+        replicas = _replica_group(model, process_group("KFAC: dp", dp, "dp"))
         self._axes = _axes_of(model, replicas)
         together(lambda: check_rules("KFAC", numbers, _RULES), self._axes)
         agree_over([*self._axes.items()], numbers)
