@@ -67,11 +67,11 @@ def assert_same_bits(one, other):
         assert torch.equal(tensor, one[2][name][0][slices]), name
 
 
-def compare(ranks, kind, dtype, layouts, *args):
+def compare(ranks, kind, dtype, layouts, *args, timeout=120):
     (one,) = ranks(1, trained, 1, kind, dtype)
     assert len(one[0]) == 2 * K
     for dp, tp in layouts:
-        for result in ranks(dp * tp, trained, dp, kind, dtype, *args):
+        for result in ranks(dp * tp, trained, dp, kind, dtype, *args, timeout=timeout):
             assert_same_bits(one, result)
 
 
@@ -84,7 +84,7 @@ def compiled(model, mesh):
 
 
 def test_a_compiled_model_has_the_bits_of_an_eager_one(ranks):
-    compare(ranks, "gpt2", torch.float32, [(1, 1)], compiled)
+    compare(ranks, "gpt2", torch.float32, [(1, 1)], compiled, timeout=300)
 
 
 def test_every_split_has_the_bits_of_one_process(ranks):
