@@ -48,6 +48,13 @@ def test_slices_add_up(bounds):
     torch.testing.assert_close(torch.cat(grads), torch.autograd.grad(F.embedding(ids, weight), weight, dy)[0])
 
 
+def test_other_ids_are_zero_whatever_the_table_holds():
+    weight = torch.tensor([[float("nan"), -float("inf")], [-1.0, 2.0]])
+    rows = embedding(weight, torch.tensor([7, 4, 3]), first=3)
+    torch.testing.assert_close(rows, torch.tensor([[0.0, 0.0], [-1.0, 2.0], weight[0].tolist()]), equal_nan=True)
+    assert not rows[0].signbit().any()
+
+
 def test_embedding_gradient_is_summed_in_fp32():
     """512 rows of ones on one token: a running sum in bf16 stops at 256."""
     dw = embedding_bwd(torch.ones(512, 3).bfloat16(), torch.zeros(512).long(), 0, 2, BF16)

@@ -4,11 +4,12 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.kernels import common
 from tests.kernels.common import gradcheck, leaf, run
 from tests.kernels.interpreter_bytes import assert_declared
-from tpfuse.kernels import cross_entropy
+from tpfuse.kernels import cross_entropy, linear_cross_entropy
 from tpfuse.kernels.losses import op as losses
 from tpfuse.kernels.losses.op import cross_entropy_bwd, cross_entropy_stats
 from tpfuse.kernels.losses.options import Loss, Rows
@@ -183,6 +184,15 @@ def test_micro_batches():
 @OPTION
 def test_compile(options):
     common.assert_compiles(bind(cross_entropy, labels_for(5, 6), **options), leaf(5, 6, dtype=torch.float32))
+
+
+def test_fake_tensors():
+    """Their labels and normalizer have no values, which are not read."""
+    with FakeTensorMode():
+        x, w, labels = leaf(3, 8), leaf(9, 8), torch.zeros(3, dtype=torch.int64)
+        loss = linear_cross_entropy(x, w, labels) + cross_entropy(x, labels, normalizer=torch.tensor(2.0))
+        loss.backward()
+    assert loss.shape == () and (x.grad.shape, w.grad.shape) == (x.shape, w.shape)
 
 
 def test_once_differentiable():

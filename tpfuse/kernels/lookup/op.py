@@ -24,7 +24,7 @@ from .triton import bwd_cost, bwd_launch, fwd_cost, fwd_launch
 
 def embedding_fwd_ref(weight: Tensor, ids: Tensor, base: int) -> Tensor:
     inside = (ids >= base) & (ids < base + len(weight))
-    return weight[torch.where(inside, ids - base, 0)].mul_(inside[..., None])
+    return weight[torch.where(inside, ids - base, 0)].masked_fill_(~inside[..., None], 0)
 
 
 def embedding_bwd_ref(dy: Tensor, ids: Tensor, base: int, rows: int, dtype: torch.dtype) -> Tensor:

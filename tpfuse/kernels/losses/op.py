@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..runtime.errors import check, check_rows
 from ..runtime.function import Function, once_differentiable
-from ..runtime.op import ELEMENTWISE, acc_dtype, op, scalar
+from ..runtime.op import ELEMENTWISE, acc_dtype, has_numbers, op, scalar
 from ..runtime.rules import COUNT, NOT_NEGATIVE, POSITIVE, check_numbers, check_scalar, described, limited
 from .options import IGNORE, Loss, Rows
 from .triton import bwd_launch, stats_launch
@@ -142,7 +142,8 @@ class Reduction(NamedTuple):
             raise ValueError(f"{name}: reduction must be one of {', '.join(REDUCTIONS)}, got {described(self.kind)}")
         if self.normalizer is not None:
             check(self.kind == "mean", f"{name}: {normalizer} goes with reduction='mean', got reduction={self.kind!r}")
-            check_scalar(f"{name}: {normalizer}", self.normalizer, POSITIVE, readable=not torch.compiler.is_compiling())
+            readable = isinstance(self.normalizer, Tensor) and has_numbers(self.normalizer)
+            check_scalar(f"{name}: {normalizer}", self.normalizer, POSITIVE, readable=readable)
 
     def __call__(self, losses: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
         """losses [M], labels [...] -> a scalar, or [...]"""
@@ -228,9 +229,9 @@ def checked_rows(name: str, x: Tensor, labels: Tensor, *, loss: Loss, reduction:
 
 
 def check_ids(name: str, ids: Tensor, vocab: int, ignore_index: int | None = None) -> None:
-    """Raises ValueError for an id outside 0 to vocab - 1; not on a GPU, which would have to be waited for, nor in a
-    graph of torch.compile, which reads no value."""
-    if torch.compiler.is_compiling() or ids.device.type != "cpu" or ids.numel() == 0:
+    """Raises ValueError for an id outside 0 to vocab - 1; not on a GPU, which would have to be waited for, nor of fake
+    tensors and in a graph of torch.compile, which have no values."""
+    if not has_numbers(ids) or ids.device.type != "cpu" or ids.numel() == 0:
         return
     bad = (ids < 0) | (ids >= vocab)
     if ignore_index is not None:
