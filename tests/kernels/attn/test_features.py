@@ -312,6 +312,7 @@ ROPE = {k: v.float() for k, v in table(6, 2).items()}
         (dict(cos=ROPE["cos"]), "cos and sin go together"),
         (dict(positions=torch.arange(6)), "positions need cos and sin"),
         (dict(**ROPE, positions=torch.arange(5)), r"positions must be int64 \(6,\), got torch.int64 \(5,\)"),
+        (dict(**ROPE, positions=torch.arange(6) - 1), r"positions must lie in 0 to \d, got \[-1\]"),
         (dict(cos=ROPE["cos"], sin=ROPE["sin"][:5]), r"cos and sin must be floating \[positions, W / 2\], alike"),
         (table(6, 3), "cos turns 6 columns, a head has 4"),
         (table(5, 2), "cos has 5 rows for 6 positions; give at least 6, or positions"),

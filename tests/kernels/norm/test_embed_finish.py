@@ -212,6 +212,8 @@ def test_compile(norm):
         (dict(position_weight=W, positions=IDS.bool()), r"positions must be int64 \[3\], got torch.bool \(3,\)"),
         (dict(type_weight=W, types=TYPES.int()), r"types must be int64 \[3\], got torch.int32 \(3,\)"),
         (dict(type_weight=W[:, :3], types=TYPES), r"type_weight must be \[_, 7\], got \(5, 3\)"),
+        (dict(position_weight=W, positions=IDS - 5), r"embed_finish: positions must lie in 0 to 4, got \[-"),
+        (dict(type_weight=W, types=TYPES + 5), r"embed_finish: types must lie in 0 to 4, got \["),
         (dict(p=1.0, rng=RNG), "p must lie"),
         (dict(p=0.5), "embed_finish: dropout needs rng"),
     ],

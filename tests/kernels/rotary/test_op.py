@@ -121,6 +121,7 @@ def test_once_differentiable():
         (X.expand(2, 4, 3, 10), {}, "a table of 6 rows serves as many rows of x, got 8"),
         (X, dict(positions=POSITIONS[:3]), r"positions must be \[4\] int64, got \[3\] torch.int64"),
         (X, dict(positions=POSITIONS.int()), "int64, got .* torch.int32"),
+        (X, dict(positions=POSITIONS - 6), r"rope: positions must lie in 0 to 5, got \[-"),
     ],
 )
 def test_errors(x, options, match):

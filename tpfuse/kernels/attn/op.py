@@ -213,7 +213,7 @@ def attention(
     query head here.
 
     Raises ValueError for shapes, dtypes and numbers that break these rules; on a GPU also for E > 256 (but in fp64), on
-    a CPU for cu_seqlens that do not rise and documents longer than max_seqlen.
+    a CPU for cu_seqlens that do not rise, documents longer than max_seqlen and positions beyond P.
     """
     if qkv.dim() != 4 or qkv.shape[2] < 3 or qkv.shape[3] < 1:
         raise ValueError(f"attention: qkv must be [M, G, Q + 2, E], got {tuple(qkv.shape)}")

@@ -5,6 +5,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from ..losses.op import check_ids
 from ..runtime.errors import check
 from ..runtime.launch import target
 from ..runtime.rules import COUNT, POSITIVE, WHOLE, check_number, check_numbers, described
@@ -213,3 +214,5 @@ def _check_rotation(E: int, options: Options) -> None:
             raise ValueError(f"attention: cos turns {2 * columns} columns, a head has {E}")
         if positions is None and rows < seq:
             raise ValueError(f"attention: cos has {rows} rows for {seq} positions; give at least {seq}, or positions")
+        if positions is not None:
+            check_ids("attention: positions", positions, rows)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..losses.op import check_ids
 from ..runtime.errors import check, check_floating
 from ..runtime.function import Function, once_differentiable
 from ..runtime.op import ELEMENTWISE, acc_dtype, as_rows, autocast, op
@@ -136,7 +137,8 @@ def embed_finish(
     parts [R, m, D]; position_weight [P, D] with positions [m] int64, type_weight [T, D] with types [m]; weight,
     norm_bias [D]; ``norm`` one of KINDS.  Returns (h [m, D], n expanded to [ranks, m, D] with stride 0, how to
     recompute n: None unless ``recompute`` asks for it, for post-norm and for no norm).  ValueError for shapes that do
-    not match, an unknown norm, p outside [0, 1), or p > 0 without rng.
+    not match, an unknown norm, p outside [0, 1), p > 0 without rng or, on a CPU, a position or type that its table does
+    not have.
     """
     (parts,) = autocast(parts)
     weights = Weights(position_weight=position_weight, type_weight=type_weight, gamma=weight, beta=norm_bias)
@@ -161,6 +163,8 @@ def _check_embed(parts: Tensor, add: Add, norm: NormVectors, mask: Mask, order: 
             raise ValueError(f"{name}: {label}s must be int64 [{m}], got {index.dtype} {tuple(index.shape)}")
         if table is not None and table.shape[1:] != (D,):
             raise ValueError(f"{name}: {label}_weight must be [_, {D}], got {tuple(table.shape)}")
+        if table is not None and index is not None:
+            check_ids(f"{name}: {label}s", index, table.shape[0])
 
 
 EMBED_FINISH = norm_ops("embed_finish", _check_embed)

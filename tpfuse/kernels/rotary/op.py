@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..losses.op import check_ids
 from ..runtime.device import load
 from ..runtime.errors import check, check_floating
 from ..runtime.function import Function, once_differentiable
@@ -157,7 +158,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None
     None: row i takes table row i, so an [S, B, H, E] needs them.
 
     Returns x's shape and dtype; under autocast x is cast.  Raises ValueError for shapes and dtypes that break these
-    rules.
+    rules and, on a CPU, for positions that the table does not have.
     """
     check(x.dim() >= 3, f"rope: x must be [..., H, E], got {tuple(x.shape)}")
     check_floating("rope", "x", x)
@@ -181,6 +182,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None
             f"rope: positions must be {leading} int64, got {list(positions.shape)} {positions.dtype}",
         )
         positions = positions.reshape(-1)
+        check_ids("rope: positions", positions, cos.shape[0])
     (x,) = autocast(x)
     rotation = Rotation(cos, sin, positions, interleaved)
     return _Rope.apply(x.reshape(rows, H, E), rotation).view(*leading, H, E)
