@@ -119,6 +119,21 @@ def test_leaves_that_do_not_fit(bitwise, size, message, ranks):
         assert all(message in error for error in ranks(size, _with_bitwise, bitwise))
 
 
+def _each_rank_another(world, options):
+    return _raised(lambda: TensorParallel(world.group, **options[world.rank]))
+
+
+@pytest.mark.parametrize("options", [
+    (dict(bitwise=2), dict(bitwise=3)),
+    (dict(overlap="off"), dict(overlap="on")),
+    (dict(cp_kind="heads"), dict(cp_kind="both")),
+    (dict(bitwise=2), dict(bitwise=2, batch_invariant=13)),
+], ids=str)  # fmt: skip
+def test_an_option_that_one_rank_cannot_have_is_an_error_on_every_rank(options, ranks):
+    errors = ranks(2, _each_rank_another, options)
+    assert errors[0] == errors[1] and "must be the same on every tensor-parallel rank, got rank 0" in errors[0]
+
+
 def _unlike(world, what):
     """What a tensor-parallel group, a model and replicas say of one rank with other threads, or another limit."""
     mesh, nothing = world.mesh(world.size, 1), torch.nn.Linear(1, 1)

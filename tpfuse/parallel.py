@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ._version import __version__
+from .kernels.runtime.errors import check
 from .kernels.runtime.philox import FirstRow, RowPieces
 from .kernels.runtime.processor import order_of_sums
 from .ranks.agreement import Header, agree
@@ -96,48 +97,39 @@ class TensorParallel:
         cp: "dist.ProcessGroup | dist.DeviceMesh | None" = None,
         cp_kind: str = "auto",
     ):
-        if overlap not in OVERLAP:
-            raise ValueError(f"TensorParallel: overlap must be one of {', '.join(OVERLAP)}, got {overlap!r}")
-        if cp_kind not in CP_KINDS:
-            raise ValueError(f"TensorParallel: cp_kind must be one of {', '.join(CP_KINDS)}, got {cp_kind!r}")
         group, context = (
             process_group(f"TensorParallel: {name}", argument, dim)
             for name, argument, dim in (("group", group, "tp"), ("cp", cp, "cp"))
         )
         context = None if context is None or (context.size() == 1 and cp_kind != "keys") else context
         backend = "" if group is None else dist.get_backend_config(group)
-        if overlap == "pairwise" and group is not None and "gloo" not in backend and "nccl" not in backend:
-            raise ValueError(
-                f"TensorParallel: overlap='pairwise' needs a gloo or NCCL group, got {backend}; use 'auto'"
-            )
-        if bitwise is not None and (type(bitwise) is not int or bitwise not in BITWISE):
-            raise ValueError(f"TensorParallel: bitwise must be a power of two from 1 to {BITWISE[-1]}, got {bitwise!r}")
-        if bitwise is not None and overlap == "pairwise":
-            raise ValueError("TensorParallel: overlap='pairwise' adds in another order than bitwise; use 'off'")
-        if batch_invariant is not None and (type(batch_invariant) is not int or batch_invariant not in TILES):
-            raise ValueError(
-                f"TensorParallel: batch_invariant must be {_either(list(TILES))} rows, got {batch_invariant!r}"
-            )
-        if batch_invariant is not None and bitwise is None:
-            raise ValueError(
-                "TensorParallel: batch_invariant needs bitwise, a number of leaves: bitwise=1 for one rank"
-            )
         rank, size, name = (0, 1, None) if group is None else (group.rank(), group.size(), group.group_name)
         messages = channel(group)
-        if messages is not None:
-            bits = dict(bitwise=bitwise, batch_invariant=batch_invariant) | ({} if bitwise is None else order_of_sums())
-            shared = dict(sequence_parallel=sequence_parallel, overlap=overlap, versions=versions())
-            shared |= {"cp": None if context is None else context.size(), "cp_kind": cp_kind}
-            compare = lambda: agree(group, Header("TensorParallel"), shared | bits)
-            together(compare, [] if context is None else [context])  # whose other ranks would wait
-        if context is not None and bitwise is not None:
-            raise ValueError(f"TensorParallel: cp= is not built for bitwise={bitwise}; leave one of them off")
-        if bitwise is not None and bitwise % size:
-            works = [d for d in BITWISE if bitwise % d == 0]
-            raise ValueError(
-                f"TensorParallel: bitwise={bitwise} leaves are not divisible by tensor-parallel size {size}; use size"
-                f" {_either(works)}"
+
+        def settle() -> None:  # compared before it is checked, so that an error is every rank's
+            if messages is not None:
+                options = dict(sequence_parallel=sequence_parallel, overlap=overlap, versions=versions())
+                options |= {"cp": None if context is None else context.size(), "cp_kind": cp_kind}
+                options |= dict(bitwise=bitwise, batch_invariant=batch_invariant)
+                agree(group, Header("TensorParallel"), options | ({} if bitwise is None else order_of_sums()))
+            for option, value, choices in (("overlap", overlap, OVERLAP), ("cp_kind", cp_kind, CP_KINDS)):
+                check(value in choices, f"TensorParallel: {option} must be one of {', '.join(choices)}, got {value!r}")
+            check(
+                overlap != "pairwise" or group is None or "gloo" in backend or "nccl" in backend,
+                f"TensorParallel: overlap='pairwise' needs a gloo or NCCL group, got {backend}; use 'auto'",
             )
+            check(
+                batch_invariant is None or (type(batch_invariant) is int and batch_invariant in TILES),
+                f"TensorParallel: batch_invariant must be {_either(list(TILES))} rows, got {batch_invariant!r}",
+            )
+            if bitwise is not None:
+                _check_leaves(bitwise, size, overlap, with_cp=context is not None)
+            check(
+                batch_invariant is None or bitwise is not None,
+                "TensorParallel: batch_invariant needs bitwise, a number of leaves: bitwise=1 for one rank",
+            )
+
+        together(settle, [] if channel(context) is None else [context])  # whose other ranks would wait
         gloo = overlap == "auto" and "gloo" in backend
         self.__dict__.update(  # the one place where a frozen value is written
             rank=rank,
@@ -383,6 +375,22 @@ def piece_of(seq: int, ranks: int, cp_kind: str) -> int:
     """Returns the number of positions in each of the pieces of a sequence of ``seq``, which are of whole chunks."""
     pairs = pairs_of(ranks)
     return 2 * -(-seq // (2 * pairs)) * pairs // ranks if cp_kind == "keys" else -(-seq // ranks)
+
+
+def _check_leaves(bitwise: int, size: int, overlap: str, *, with_cp: bool) -> None:
+    """Raises ValueError for a number of leaves that cannot be used so."""
+    check(
+        type(bitwise) is int and bitwise in BITWISE,
+        f"TensorParallel: bitwise must be a power of two from 1 to {BITWISE[-1]}, got {bitwise!r}",
+    )
+    check(overlap != "pairwise", "TensorParallel: overlap='pairwise' adds in another order than bitwise; use 'off'")
+    check(not with_cp, f"TensorParallel: cp= is not built for bitwise={bitwise}; leave one of them off")
+    works = [d for d in BITWISE if bitwise % d == 0]
+    check(
+        bitwise % size == 0,
+        f"TensorParallel: bitwise={bitwise} leaves are not divisible by tensor-parallel size {size}; use size"
+        f" {_either(works)}",
+    )
 
 
 def resolve(group_name: str) -> dist.ProcessGroup:
