@@ -286,3 +286,13 @@ def test_integers_are_added_exactly(ranks):
     for total, mine in ranks(2, _integers):
         assert total.dtype == mine.dtype == torch.int32
         assert total.tolist() == [(1 << 25) + 2] * 4 and mine.tolist() == [(1 << 25) + 2] * 2
+
+
+def _unlike_integers(world):
+    tp, x = make_tp(world), torch.tensor([world.rank, 4])
+    return reduce(x, tp).tolist(), scatter_sum(x, tp).tolist(), gather(x, tp).tolist(), collect(x, tp).tolist()
+
+
+def test_integers_may_differ_over_ranks(ranks):
+    for rank, (total, mine, *wholes) in enumerate(ranks(2, _unlike_integers)):
+        assert total == [1, 8] and mine == [total[rank]] and wholes == [[0, 4, 1, 4]] * 2

@@ -228,7 +228,9 @@ def _collective(
         agreed = _known.setdefault(group, set())
         if key not in agreed:
             name = f"{forward.__name__.strip('_')}, backward {adjoint.__name__.strip('_')}"
-            agreement_of(group, name, each_call=False, axis=tp.axis)(group, dict(x=x, dim=dim, size=size), {})
+            different = () if forward in (_identity, _slice) else ("x",)  # shards, or parts of a sum
+            compare = agreement_of(group, name, each_call=False, axis=tp.axis, different=different)
+            compare(group, dict(x=x, dim=dim, size=size), {})
             agreed.add(key)
         elif links := channel(group):
             links.threads.enter()

@@ -138,8 +138,9 @@ def _alike(a: Described, b: Described) -> bool:
     return all(same(x, y) for x, y in zip(a.sample, b.sample, strict=True))
 
 
-def described(value: Any, *, floats: bool = True) -> Described:
-    """Describes any value: of a tensor its dtype, shape, device and elements, those of float tensors if ``floats``.
+def described(value: Any, *, floats: bool = True, elements: bool = True) -> Described:
+    """Describes any value: of a tensor its dtype, shape, device and, with ``elements``, its elements, those of float
+    tensors if ``floats``.
 
     What is described already is returned as it is.
     """
@@ -148,7 +149,7 @@ def described(value: Any, *, floats: bool = True) -> Described:
     if not isinstance(value, Tensor):
         return Described(_text(value))
     text = f"{value.dtype} {tuple(value.shape)} on {value.device.type}" + ", requires grad" * value.requires_grad
-    if value.is_meta:
+    if value.is_meta or not elements:
         return Described(text)
     x = value.detach()
     if x.dim() == 0 and (floats or not x.is_floating_point()):
@@ -213,8 +214,8 @@ class Agreement:
             if not self._is_new(links, arguments, modes := {**modes, **torch_modes()}, mark):
                 return False
             call = {**arguments, **modes, **state()}
-            call |= {key: _kind(call[key]) for key in self.different if key in call}
-            values = {key: described(value, floats=self.floats) for key, value in call.items()}
+            describe = lambda key: described(call[key], floats=self.floats, elements=key not in self.different)
+            values = {key: describe(key) for key in call}
             new = ", ".join(f"{key} {values[key].text}" for key in arguments)
             _compare(links, self.header, values, f", for the first time with {new}")
             self._digests[_kinds(arguments, modes)] = digest(_kinds(arguments, modes))
@@ -241,12 +242,20 @@ _numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyD
 _functions: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Agreement]]" = weakref.WeakKeyDictionary()
 
 
-def agreement_of(group: dist.ProcessGroup, name: str, *, each_call: bool, axis: str = "tensor-parallel") -> Agreement:
-    """Returns the Agreement of a function's calls over a group."""
+def agreement_of(
+    group: dist.ProcessGroup,
+    name: str,
+    *,
+    each_call: bool,
+    axis: str = "tensor-parallel",
+    different: Sequence[str] = (),
+) -> Agreement:
+    """Returns the Agreement of a function's calls over a group, each time with the same options."""
     agreements = _functions.setdefault(group, {})
     key = f"{name} over {axis} ranks"
     if key not in agreements:
-        agreements[key] = Agreement(Header(name, axis=axis), each_call=each_call, floats=False)
+        header = Header(name, axis=axis)
+        agreements[key] = Agreement(header, each_call=each_call, floats=False, different=different)
     return agreements[key]
 
 
