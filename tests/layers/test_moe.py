@@ -361,6 +361,20 @@ def refused(world):
     return messages
 
 
+def test_the_bias_of_the_choice_stays_fp32():
+    """Where a layer is cast as a whole; fp64 made fp32 is what it was asked for."""
+    layer = ParallelMoE(16, 8, 4, Routing(2, biased=True))
+    steps = torch.tensor([0.3, -1e-3, 1e-3, 0.1234567])
+    with torch.no_grad():
+        layer.router_bias.copy_(steps)
+    for cast in (layer.bfloat16, layer.half, lambda: layer.to(BF16)):
+        cast()
+        assert layer.fc1.dtype != FP32 and layer.router_bias.dtype == FP32 and torch.equal(layer.router_bias, steps)
+    assert not layer.router_bias.requires_grad and [*layer.parameters()][-1] is layer.router_bias
+    assert layer.double().router_bias.dtype == FP64 and layer.float().router_bias.dtype == FP32
+    assert layer.to("meta").router_bias.is_meta
+
+
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_bits_without_gradients(dtype):
     """By fewer calls where one process has all experts; and a layer in training mode counts rows for its bias."""

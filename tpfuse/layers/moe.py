@@ -154,6 +154,16 @@ class ParallelMoE(Adaptable):
             self.experts.agree(name, {field: str(value) for field, value in shape._asdict().items()})
         self.initialize_alone()
 
+    def _apply(self, fn: Any, recurse: bool = True) -> "ParallelMoE":
+        """Moves the layer, as Module.to does; a ``router_bias`` stays fp32 at least, or the steps of
+        :func:`tpfuse.balance_experts` would be rounded away."""
+        name = "router_bias"
+        bias = self.shard(name).detach() if self.routing.biased else None
+        super()._apply(fn, recurse)
+        if bias is not None and (cast := self.shard(name)).dtype.itemsize < bias.dtype.itemsize:
+            cast.data = bias.to(cast.device, acc_dtype(cast))
+        return self
+
     def ranks_of(self, name: str) -> TensorParallel:
         return self.experts if name in ("fc1", "fc2") else self.tp
 

@@ -144,6 +144,19 @@ def test_gelu_of_every_bf16_number_and_of_a_dense_grid():
     assert_same((activation_fwd.launch(ends, "gelu"), slope.cpu()), limits, rtol=0, atol=1e-30, equal_nan=True)
 
 
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+def test_ends_of_relu(activation):
+    """NaN stays what it is, and no gradient comes through a unit that is off, were it infinite (relu alone)."""
+    z = torch.tensor([[-torch.inf, torch.inf, torch.nan, -1.0, 0.0]], device=DEVICE)
+    value = torch.tensor([[0.0, torch.inf, torch.nan, 0.0, 0.0]])
+    for forward in (activation_fwd.launch, activation_fwd.cpu):
+        torch.testing.assert_close(forward(z, activation).cpu(), value, rtol=0, atol=0, equal_nan=True)
+    if activation == "relu":
+        dy = torch.tensor([[torch.inf, 2.0, 3.0, torch.nan, torch.inf]], device=DEVICE)
+        dz = activation_bwd.cpu(dy, z, activation, False, None)[0].cpu()
+        torch.testing.assert_close(dz, torch.tensor([[0.0, 2.0, 3.0, 0.0, 0.0]]), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("activation", ["gelu_tanh", "swiglu"])
 def test_non_contiguous(activation):
     dy, z, *rest = arguments(6, 8, activation)

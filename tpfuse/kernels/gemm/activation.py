@@ -38,12 +38,12 @@ def identity_tile(z):
 
 @triton.jit
 def _relu_tile(z):
-    return tl.maximum(z, 0.0), tl.where(z > 0.0, 1.0, 0.0)
+    return tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL), tl.where(z > 0.0, 1.0, 0.0)
 
 
 @triton.jit
 def _relu2_tile(z):
-    r = tl.maximum(z, 0.0)
+    r = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return r * r, 2.0 * r
 
 
@@ -90,7 +90,7 @@ ACTIVATIONS = {
         gated="geglu_tanh",
         huggingface=("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
     ),
-    "relu": Activation(F.relu, lambda dy, z: dy * (z > 0), _relu_tile, huggingface=("relu",)),
+    "relu": Activation(F.relu, lambda dy, z: dy.masked_fill(z <= 0, 0), _relu_tile, huggingface=("relu",)),
     # Primer, So et al. 2021, arXiv:2109.08668
     "relu2": Activation(
         lambda z: F.relu(z).square(), lambda dy, z: dy * (2 * F.relu(z)), _relu2_tile, huggingface=("relu2",)
