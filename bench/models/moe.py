@@ -16,7 +16,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,11 +53,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--case", choices=CASES, help="default: both", **several)
     parser.add_argument("--dtype", choices=DTYPES, help="default: both", **several)
     parser.add_argument("--kind", choices=ROWS, help="default: both", **several)
+    parser.add_argument("--peer", choices=PEERS, help="default: all; one that copies weights slows the next", **several)
     parser.add_argument("--rounds", type=int, default=15, help="runs of each (default 15)")
     parser.add_argument("--json", metavar="FILE", help="also write the results there")
     args = parser.parse_args()
     check_rounds(parser, args.rounds)
     args.case, args.dtype, args.kind = args.case or [*CASES], args.dtype or [*DTYPES], args.kind or [*ROWS]
+    args.peer = args.peer or [*PEERS]
     return args
 
 
@@ -78,7 +80,9 @@ def layers(case: Case, dtype: torch.dtype, std: float = 0.05) -> tuple[ParallelM
     return ours, peer
 
 
-def runs(kind: str, case: Case, dtype: torch.dtype, rows: int) -> dict[str, Callable[[], Tensor]]:
+def runs(
+    kind: str, case: Case, dtype: torch.dtype, rows: int, *, peers: Sequence[str] = PEERS
+) -> dict[str, Callable[[], Tensor]]:
     """The name of each provider -> a run, which returns its output."""
     ours, peer = layers(case, dtype)
     x, dy = torch.randn(2, 1, rows, case.D, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -95,7 +99,7 @@ def runs(kind: str, case: Case, dtype: torch.dtype, rows: int) -> dict[str, Call
         return y.detach()
 
     copied = 3 * rows * case.k * case.F * case.D * dtype.itemsize
-    names = [name for name in PEERS if name != "batched_mm" or copied <= MOST_COPIED]
+    names = [name for name in peers if name != "batched_mm" or copied <= MOST_COPIED]
     return {"tpfuse": lambda: run(ours, None)} | {name: lambda name=name: run(peer, name) for name in names}
 
 
@@ -130,7 +134,7 @@ def main() -> None:
     results = []
     shapes = [(kind, rows) for kind in args.kind for rows in ROWS[kind]]
     for name, dtype, (kind, rows) in itertools.product(args.case, args.dtype, shapes):
-        result = measure(args.rounds, runs(kind, CASES[name], DTYPES[dtype], rows))
+        result = measure(args.rounds, runs(kind, CASES[name], DTYPES[dtype], rows, peers=args.peer))
         results.append(dict(case=name, dtype=dtype, kind=kind, rows=rows, **result))
         print(line(results[-1]), flush=True)
     if args.json:
