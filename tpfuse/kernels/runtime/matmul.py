@@ -48,8 +48,8 @@ def row(x: Tensor, w: Tensor, b: Tensor | None = None, place: Tensor | None = No
     """Returns one row x [1, K] times w' of w [N, K], plus b [N], in their dtype; written to ``place`` [1, N] where that
     is given.
 
-    With AMX oneDNN reads a bf16 matrix for a vector in 0.7 to 0.9 of the time that it takes for a matrix of one row;
-    with other instructions it takes as long or longer (``python -m bench.kernels.copies --rows 1``).
+    With AMX oneDNN multiplies a bf16 matrix by a vector faster than by a matrix of one row; with its other instructions
+    it takes as long or longer.
     """
     if not (x.dtype == torch.bfloat16 and w.is_contiguous() and multiplies(x.dtype) and multiplies_tiles()):
         return mm(x, w.t(), b, place)
