@@ -313,7 +313,9 @@ class TensorParallel:
         return self.divide(n, name)
 
     def divide(self, n: int, name: str) -> int:
-        """Returns n / size; ValueError, with the sizes that work, if n is not divisible."""
+        """Returns n / size; ValueError for a negative n and, with the sizes that work, if n is not divisible."""
+        if n < 0:
+            raise ValueError(f"{name} must be at least 0, got {n}")
         if n % self.size:
             works = [d for d in range(1, min(n, 4 * self.size) + 1) if n % d == 0]
             raise ValueError(f"{name}={n} is not divisible by {self.axis} size {self.size}; use {_either(works)}")

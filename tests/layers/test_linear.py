@@ -73,6 +73,12 @@ def test_a_gradient_of_x_that_nobody_wants_takes_no_product():
 
 
 @pytest.mark.parametrize("layer, what", [(ColumnParallelLinear, "out_features"), (RowParallelLinear, "in_features")])
+def test_a_negative_width(layer, what):
+    with pytest.raises(ValueError, match=f"{layer.__name__}: {what} must be at least 0, got -3"):
+        layer(*(-3, 5) if layer is RowParallelLinear else (5, -3), tp=fake_tp(2))
+
+
+@pytest.mark.parametrize("layer, what", [(ColumnParallelLinear, "out_features"), (RowParallelLinear, "in_features")])
 def test_a_width_that_cannot_be_split(layer, what):
     size = (12, 5) if layer is RowParallelLinear else (5, 12)
     match = f"{layer.__name__}: {what}=12 is not divisible by tensor-parallel size 8; use 1, 2, 3, 4, 6 or 12"

@@ -346,6 +346,12 @@ def test_what_is_refused(change, message):
         ParallelMoE(**arguments | change)
 
 
+def test_rows_of_another_dtype():
+    layer = ParallelMoE(8, 6, 4, Routing(2))
+    with pytest.raises(ValueError, match="x, fc1 and fc2 must have one dtype outside autocast, got .*float64"):
+        layer(torch.randn(3, 8, dtype=torch.float64))
+
+
 def refused(world):
     messages = []
     tp = TensorParallel(world.group, sequence_parallel=True)

@@ -36,6 +36,7 @@ from ..kernels.experts.router import router_bwd, router_fwd, router_wgrad
 from ..kernels.gemm.activation import ACTIVATIONS
 from ..kernels.norm import Recompute
 from ..kernels.runtime.deferred import Later, deferred
+from ..kernels.runtime.errors import check
 from ..kernels.runtime.function import Function, once_differentiable
 from ..kernels.runtime.leaves import check_leaves, tree_of_new
 from ..kernels.runtime.main_grad import mains
@@ -251,9 +252,12 @@ def routed_experts(
     rank's rows: sum it, as ``collectives.copy`` does.  ``recompute``: n is not saved, but recomputed in backward.
     ``keep``: rows that arrive from other ranks are saved, not sent again.  Of a shared expert with a gate router_weight
     is [E + 1, D], the gate's weight behind the router's.  ``adapters``: low-rank pairs beside the experts' two weights,
-    which may be of a wider dtype, as their gradients then are.
+    which may be of a wider dtype, as their gradients then are.  ValueError for x and weights of several dtypes outside
+    autocast, and for rows that ``tp`` cannot have.
     """
     x, fc1_weight, fc2_weight = autocast(x, fc1_weight, fc2_weight)
+    dtypes = x.dtype, fc1_weight.dtype, fc2_weight.dtype
+    check(len(set(dtypes)) == 1, f"routed_experts: x, fc1 and fc2 must have one dtype outside autocast, got {dtypes}")
     shared_parts, shared_w1, shared_w2 = SharedParts(), None, None
     if shared is not None:
         shared_parts = SharedParts.of(tp, gated=shared.gated)

@@ -291,6 +291,7 @@ def test_once_differentiable():
         ),
         ((6, 2, 3, 4), dict(batch=0), "batch must be at least 1, got 0"),
         ((6, 2, 3, 4), dict(p=0.1), "dropout needs rng"),
+        ((6, 2, 3, 4), dict(p=0.1, rng=RNG, site=-1), "site must lie in 0 to 65534, got -1"),
     ],
 )
 def test_errors(shape, options, match):

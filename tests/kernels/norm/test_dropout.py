@@ -93,19 +93,25 @@ def test_no_dropout():
 
 
 @pytest.mark.parametrize(
-    "p, rng, match", [(1.0, RNG, "p must lie"), (-0.1, RNG, "got -0.1"), (0.5, None, "dropout: dropout needs rng")]
+    "options, match",
+    [
+        (dict(p=1.0), "p must lie"),
+        (dict(p=-0.1), "got -0.1"),
+        (dict(rng=None), "dropout: dropout needs rng"),
+        (dict(batch=0), "dropout: batch must be at least 1, got 0"),
+        (dict(site=-1), "dropout: site must lie in 0 to 65534, got -1"),
+        (dict(site=65535), "dropout: site must lie in 0 to 65534, got 65535"),
+    ],
 )
-def test_errors(p, rng, match):
+def test_errors(options, match):
     with pytest.raises(ValueError, match=match):
-        dropout(torch.randn(3, 4), p, rng=rng)
+        dropout(torch.randn(3, 4), **dict(p=0.5, rng=RNG) | options)
 
 
 def test_rows_that_are_not_there():
     assert dropout(torch.ones(3, 0), 0.5, rng=RNG).shape == (3, 0)
     with pytest.raises(ValueError, match="dropout: x must be .* got a tensor without dimensions"):
         dropout(torch.ones(()), 0.5, rng=RNG)
-    with pytest.raises(ValueError, match="dropout: batch must be at least 1, got 0"):
-        dropout(torch.ones(3, 4), 0.5, rng=RNG, batch=0)
 
 
 # ---- the Triton side: launcher == reference under the interpreter, or compiled on a GPU ----

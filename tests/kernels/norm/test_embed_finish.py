@@ -1,5 +1,6 @@
 import functools
 import itertools
+import re
 
 import pytest
 import torch
@@ -223,9 +224,11 @@ def test_errors(options, match):
         embed_finish(P, **options)
 
 
-def test_parts_of_two_dimensions():
-    with pytest.raises(ValueError, match=r"embed_finish: parts must be \[R, m, D\], got \(3, 7\)"):
-        embed_finish(D)
+@pytest.mark.parametrize("shape", [(3, 7), (0, 3, 7)], ids=["two dimensions", "of no rank"])
+def test_parts_that_are_none(shape):
+    rule = "embed_finish: parts must be [R, m, D] with R at least 1, got"
+    with pytest.raises(ValueError, match=re.escape(f"{rule} {shape}")):
+        embed_finish(torch.ones(shape))
 
 
 # ---- the Triton side: launcher == reference under the interpreter, or compiled on a GPU ----

@@ -1,4 +1,5 @@
 import itertools
+import re
 
 import pytest
 import torch
@@ -298,6 +299,8 @@ def test_once_differentiable():
         (dict(post_norm=True), "norm_bias and post_norm need weight"),
         (dict(p=1.0, rng=RNG), r"p must lie in \[0, 1 - 2\*\*-17\), got 1.0"),
         (dict(p=0.1), "dropout needs rng, an int64 tensor .*, got None"),
+        (dict(p=0.1, rng=RNG, batch=0), "reduce_bias_dropout_add_norm: batch must be at least 1, got 0"),
+        (dict(p=0.1, rng=RNG, site=1 << 16), "reduce_bias_dropout_add_norm: site must lie in 0 to 65534, got 65536"),
     ],
 )
 def test_errors(options, match):
@@ -305,8 +308,8 @@ def test_errors(options, match):
         fused(torch.randn(2, 3, 4), **options)
 
 
-def test_parts_of_four_dimensions():
-    with pytest.raises(
-        ValueError, match=r"reduce_bias_dropout_add_norm: parts must be \[R, m, D\] or \[m, D\], got \(1, 2, 3, 4\)"
-    ):
-        fused(torch.randn(1, 2, 3, 4))
+@pytest.mark.parametrize("shape", [(1, 2, 3, 4), (0, 3, 4)], ids=["four dimensions", "of no rank"])
+def test_parts_that_are_none(shape):
+    rule = "reduce_bias_dropout_add_norm: parts must be [R, m, D] with R at least 1, or [m, D], got"
+    with pytest.raises(ValueError, match=re.escape(f"{rule} {shape}")):
+        fused(torch.randn(shape))

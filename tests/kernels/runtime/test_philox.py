@@ -170,14 +170,14 @@ def test_device_mask_of_a_head():
 def test_rows_in_two_pieces():
     """Those of two masks of one piece; and of any rows from one on."""
     rng, draw = P.make_rng(3, 1, 10), lambda mask, rows: P.keep_rows(mask, rows, 21, torch.int8)
-    one = lambda first_row, rows: draw(P.Mask.of(rng, 0.4, 5, first_row=first_row, batch=3), rows)
-    two = P.Mask.of(rng, 0.4, 5, first_row=P.RowPieces(7, split=4, second_row=40), batch=3)
+    one = lambda first_row, rows: draw(P.Mask.of("f", rng, 0.4, site=5, first_row=first_row, batch=3), rows)
+    two = P.Mask.of("f", rng, 0.4, site=5, first_row=P.RowPieces(7, split=4, second_row=40), batch=3)
     whole = torch.cat([one(7, 4), one(40, 6)])
     assert torch.equal(draw(two, 10), whole) and not torch.equal(whole, one(7, 10))
     for start in range(10):
         assert torch.equal(draw(two.from_row(start), 10 - start), whole[start:])
         assert torch.equal(draw(P.Mask(rng, 0.4, 5, 7, 3).from_row(start), 10 - start), one(7, 10)[start:])
-    assert P.Mask.of(rng, 0.4, 5, first_row=7, batch=3) == P.Mask(rng, 0.4, 5, 7, 3)
+    assert P.Mask.of("f", rng, 0.4, site=5, first_row=7, batch=3) == P.Mask(rng, 0.4, 5, 7, 3)
 
 
 def test_invariant_to_the_split():

@@ -220,8 +220,9 @@ def attention(
     check_floating("attention", "qkv", qkv)
     options = Options(
         key_mask=key_mask, cu_seqlens=cu_seqlens, bias=bias, cos=cos, sin=sin, positions=positions,
-        rng=active_rng("attention", p, rng), batch=batch, seq=default_seq(qkv.shape[0], batch) if seq is None else seq,
-        max_seqlen=max_seqlen, causal=causal, window=window, scale=qkv.shape[3] ** -0.5 if scale is None else scale,
+        rng=active_rng("attention", p, rng, site), batch=batch, max_seqlen=max_seqlen, causal=causal,
+        seq=default_seq(qkv.shape[0], batch) if seq is None else seq,
+        window=window, scale=qkv.shape[3] ** -0.5 if scale is None else scale,
         softcap=softcap, interleaved=interleaved, p=p, site=site, first_head=first_head,
     )  # fmt: skip
     return attend(qkv, options)

@@ -41,7 +41,7 @@ from ..runtime.op import (
     row_blocks,
     sum_parts,
 )
-from ..runtime.philox import NO_MASK, FirstRow, Mask, active_rng, keep_rows, scale
+from ..runtime.philox import FirstRow, Mask, keep_rows, scale
 from .kinds import KINDS, normalize, normalize_backward
 from .records import ALONE, DROP, POST, PRE, Add, NormVectors, Recompute, Saved, Wanted, incoming
 from .row_leaves import BackwardRows, by_leaves, table_bwd
@@ -298,9 +298,8 @@ class NormOptions(NamedTuple):
     leaves: int = 0  # blocks of these rows in a sum over all rows that has the same bits at every split; 0: no such sum
 
     def mask(self, name: str) -> Mask:
-        """Returns the mask of ``name``'s dropout; ValueError where it lacks an rng."""
-        rng = active_rng(name, self.p, self.rng)
-        return NO_MASK if rng is None else Mask.of(rng, self.p, self.site, first_row=self.first_row, batch=self.batch)
+        """Returns the mask of ``name``'s dropout (:meth:`Mask.of`)."""
+        return Mask.of(name, self.rng, self.p, site=self.site, first_row=self.first_row, batch=self.batch)
 
 
 TENSORS: Final = 3

@@ -9,8 +9,7 @@ from ..losses.op import check_ids
 from ..runtime.errors import check, check_floating
 from ..runtime.function import Function, once_differentiable
 from ..runtime.op import ELEMENTWISE, acc_dtype, as_rows, autocast, op
-from ..runtime.philox import FirstRow, Mask, active_rng
-from ..runtime.rules import COUNT, check_number
+from ..runtime.philox import FirstRow, Mask
 from .alone import NORM
 from .core import NormOptions, Weights, drop, fused_norm, norm_ops
 from .kinds import check_kind
@@ -95,8 +94,8 @@ def reduce_bias_dropout_add_norm(
 
 def _check_reduce(parts: Tensor, add: Add, norm: NormVectors, mask: Mask, order: str, leaves: int = 0) -> None:
     name = "reduce_bias_dropout_add_norm"
-    if parts.dim() != 3:
-        raise ValueError(f"{name}: parts must be [R, m, D] or [m, D], got {tuple(parts.shape)}")
+    if parts.dim() != 3 or not parts.shape[0]:
+        raise ValueError(f"{name}: parts must be [R, m, D] with R at least 1, or [m, D], got {tuple(parts.shape)}")
     check_floating(name, "parts", parts)
     m, D = parts.shape[1:]
     check_vectors(name, D, bias=add.bias, weight=norm.gamma, norm_bias=norm.beta)
@@ -152,7 +151,8 @@ def embed_finish(
 
 def _check_embed(parts: Tensor, add: Add, norm: NormVectors, mask: Mask, order: str, leaves: int = 0) -> None:
     name = "embed_finish"
-    check(parts.dim() == 3, f"{name}: parts must be [R, m, D], got {tuple(parts.shape)}")
+    if parts.dim() != 3 or not parts.shape[0]:
+        raise ValueError(f"{name}: parts must be [R, m, D] with R at least 1, got {tuple(parts.shape)}")
     check_floating(name, "parts", parts)
     m, D = parts.shape[1:]
     check_vectors(name, D, weight=norm.gamma, norm_bias=norm.beta)
@@ -211,8 +211,7 @@ def dropout(x: Tensor, p: float, *, rng: Tensor, site: int = 0, first_row: First
     Returns x's shape and dtype; p = 0 returns x itself.  ValueError for p outside [0, 1).
     """
     rows = as_rows("dropout", x)
-    check_number("dropout: batch", batch, COUNT)
-    mask = Mask.of(active_rng("dropout", p, rng), p, site, first_row=first_row, batch=batch)
+    mask = Mask.of("dropout", rng, p, site=site, first_row=first_row, batch=batch)
     if mask.rng is None:
         return x
     (rows,) = autocast(rows)

@@ -23,11 +23,13 @@ import torch
 from torch import Tensor
 
 from .op import scalar
-from .rules import INT64, REALS, SEED, check_number, check_scalar
+from .rules import COUNT, INT64, REALS, SEED, check_number, check_scalar, limited
 from .triton import tl, triton
 
 ROUNDS = 7
 _A, _B, _W0, _W1, _LO = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85, 0xFFFFFFFF
+SAMPLING_SITE = 65535  # which no mask has
+_SITE = limited("lie in 0 to 65534", lambda v: 0 <= v < SAMPLING_SITE, integer=True)
 _FLIP = -0x7FFF7FFF7FFF8000  # 0x8000 in every 16-bit lane: turns an unsigned comparison into a signed one
 
 
@@ -68,8 +70,13 @@ class Mask(NamedTuple):
     second_row: int = 0
 
     @classmethod
-    def of(cls, rng: Tensor | None, p: float, site: int, *, first_row: FirstRow, batch: int) -> "Mask":
-        """Returns the mask of rows in one piece or two."""
+    def of(cls, name: str, rng: Tensor | None, p: float, *, site: int, first_row: FirstRow, batch: int) -> "Mask":
+        """Returns the mask of rows in one piece or two, NO_MASK where p drops nothing.  ValueError, of the function
+        ``name``, for p outside [0, 1), and where it drops something without an rng, at no site or for no sample."""
+        rng = active_rng(name, p, rng, site)
+        if rng is None:
+            return NO_MASK
+        check_number(f"{name}: batch", batch, COUNT)
         if not isinstance(first_row, RowPieces):
             return cls(rng, p, site, first_row, batch)
         return cls(rng, p, site, first_row.first_row, batch, split=first_row.split, second_row=first_row.second_row)
@@ -168,10 +175,12 @@ def check_rng(name: str, rng: Tensor | None) -> None:
         raise ValueError(f"{name}: dropout needs rng, an int64 tensor (seed, step, first_sample), got {got}")
 
 
-def active_rng(name: str, p: float, rng: Tensor | None) -> Tensor | None:
-    """Returns rng where p drops anything, None otherwise; ValueError where p needs an rng that was not given."""
+def active_rng(name: str, p: float, rng: Tensor | None, site: int = 0) -> Tensor | None:
+    """Returns rng where p drops anything, None otherwise; ValueError where p needs an rng that was not given, or at a
+    site that no mask has."""
     if threshold(p) == 0:
         return None
+    check_number(f"{name}: site", site, _SITE)
     check_rng(name, rng)
     return rng
 
@@ -260,9 +269,6 @@ def keep_rows(mask: Mask, rows: int, columns: int, dtype: torch.dtype) -> Tensor
         position, sample = r // mask.batch, first_sample + r % mask.batch
         keep(key, position, site_head, columns, sample=sample, p=mask.p, dtype=dtype, out=out[i : i + step])
     return out
-
-
-SAMPLING_SITE = 65535
 
 
 def uniform(rng: Tensor, position: Tensor, sample: Tensor, vocab: int, *, draw: Tensor | None = None) -> Tensor:
