@@ -64,7 +64,7 @@ def test_the_first_map_of_an_mlp(form, activation, rows):
     [
         (("AVX512",), (Plain, Plain), Transposed, Plain),
         (("AVX512", "avx512_bf16"), (Transposed, Packed), Packed, Packed),
-        (("AVX512", "avx512_bf16", "amx_bf16"), (Transposed, Packed), Plain, Packed),
+        (("AVX512", "avx512_bf16", "amx_bf16"), (Plain, Plain), Plain, Packed),
     ],
     ids=["without 16 bits", "with", "with AMX"],
 )

@@ -172,15 +172,16 @@ def form_for(dtype: torch.dtype, *, rows: int, times: int) -> Plain:
 def _copied(is_fp32: bool, rows: int, any_rows: bool) -> Plain:
     """Returns the form with the fastest second copy; Plain where none is worth its making.
 
-    With AVX-512 and no instructions of 16 bits, MKL reads an fp32 weight of up to three rows as fast as memory gives
-    it, and oneDNN widens bf16 in any form; with AMX it reads a bf16 weight for one row as fast in any form
-    (``python -m bench.kernels.copies``).
+    On Intel's processors, which have AMX or no instructions of 16 bits beyond AVX-512, MKL reads an fp32 weight for up
+    to three rows as fast as memory gives it.  Without these instructions oneDNN widens bf16 in any form; with AMX it
+    reads a bf16 weight for one row as fast in any form (``python -m bench.kernels.copies``).
     """
-    if rows == 1 and not is_fp32 and multiplies_tiles():
+    has_no_halves = instructions() == ("AVX512",)
+    if is_fp32 and rows <= 3 and (has_no_halves or "amx_bf16" in instructions()):
         return Plain()
-    if instructions() == ("AVX512",):
-        if is_fp32:
-            return Packed(max(rows, 8), any_rows) if rows > 3 else Plain()
+    if not is_fp32 and rows == 1 and multiplies_tiles():
+        return Plain()
+    if not is_fp32 and has_no_halves:
         return Transposed() if rows == 1 else Plain()
     return Transposed() if is_fp32 and rows == 1 else Packed(max(rows, 8), any_rows)
 
