@@ -26,6 +26,12 @@ def wrapped(name="default", trainable=True, **options):
     return model
 
 
+def classifier():
+    torch.manual_seed(3)
+    sizes = dict(vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+    return LlamaForSequenceClassification(LlamaConfig(**sizes, num_key_value_heads=1, num_labels=3, pad_token_id=0))
+
+
 def losses(model, steps=2):
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
     result = []
@@ -57,12 +63,28 @@ def test_a_frozen_adapter_stays_frozen():
     assert torch.allclose(model(ids(), labels=ids()).loss, exact, atol=2e-6)
 
 
+@pytest.mark.parametrize("trainable", [True, False])
+def test_what_is_trained_beside_an_adapter_stays_so(trainable):
+    def norms_trained():
+        model = wrapped(trainable=trainable)
+        for p in (p for name, p in model.named_parameters() if "ln_1" in name):
+            p.requires_grad_(True)
+        return model
+
+    size = lambda model: sum(p.numel() for p in model.parameters() if p.requires_grad)
+    split, exact = parallelize(norms_trained()), norms_trained()
+    assert size(split) == size(exact)
+    assert losses(split.train()) == pytest.approx(losses(exact), abs=2e-6)
+
+
+def test_a_head_that_the_adapter_does_not_hold_stays_frozen():
+    model = peft.get_peft_model(classifier(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    assert not parallelize(model).parallel.classifier.weight.requires_grad
+
+
 def test_a_trained_head_comes_along():
     """PEFT keeps a classifier's head twice, as it was and as it is trained."""
-    torch.manual_seed(3)
-    sizes = dict(vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
-    llama = LlamaForSequenceClassification(LlamaConfig(**sizes, num_key_value_heads=1, num_labels=3, pad_token_id=0))
-    model = peft.get_peft_model(llama, peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"]))
+    model = peft.get_peft_model(classifier(), peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"]))
     for name, p in model.named_parameters():
         if "lora_" in name or "modules_to_save" in name:
             torch.nn.init.normal_(p, std=0.1)
@@ -85,7 +107,39 @@ def merged():
     return model
 
 
+def disabled():
+    model = wrapped()
+    model.disable_adapter_layers()
+    return model
+
+
+def half_frozen():
+    model = wrapped()
+    for name, p in model.named_parameters():
+        p.requires_grad_("lora_B" in name)
+    return model
+
+
+def scaled():
+    model = wrapped()
+    for layer in (m for m in model.modules() if hasattr(m, "scale_layer")):
+        layer.scale_layer(3)
+    return model
+
+
+def by_transformers():
+    model = small(**NO_DROPOUT)
+    model.add_adapter(config())
+    return model
+
+
+LOST = "GPT2LMHeadModel has adapters of PEFT, which would be lost, in transformer.h.0.attn.c_attn"
 REFUSED = {
+    "disabled": (disabled, r"adapters must not be disabled, got .*; call enable_adapter_layers\(\)"),
+    "half frozen": (half_frozen, "an adapter must be frozen as a whole or not at all"),
+    "scaled": (scaled, "an adapter must be scaled as its config says"),
+    "by transformers": (by_transformers, LOST),
+    "its inside": (lambda: wrapped().get_base_model(), LOST),
     "several": (several, "a PeftModel must have one adapter, got default, second"),
     "merged": (merged, r"adapters must not be merged, got .*; call unmerge_adapter\(\)"),
     "an option": (lambda: wrapped(use_dora=True), "use_dora=True .*is not built"),

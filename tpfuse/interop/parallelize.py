@@ -23,7 +23,7 @@ from ..ranks.messages import together
 from ..training.checkpoint.replicas import bits_of
 from ..training.dropped import drop
 from .parallelized import COUNTERPARTS, Counterpart, Parallelized, class_of, origin_of
-from .peft_model import adapter_of, before_peft, is_peft_model
+from .peft_model import adapter_of, before_peft, in_use, is_peft_model
 from .vocabulary import open_ends
 
 
@@ -67,6 +67,7 @@ def parallelize(
         model = _parallel(base, tp, dp=dp, seed=seed, saving=saving, recompute=recompute)
         if add_adapter is not None:
             add_adapter(model)
+        together(lambda: _freeze(model, base), (tp.call_group,))
     if base is not module:
         cast(Any, module).unload()  # PEFT's layers go once nothing can fail any more
     open_ends(model)
@@ -118,7 +119,6 @@ def _parallel(
         tp.agree("parallelize", {f"a checksum of the weights ({cause})": weights})
         tensors = NamedTensors("parallelize", type(module).__name__, before_peft(module.state_dict()))
         load(model.files, tensors, dtype, device)
-    together(lambda: _freeze(model, parameters), (tp.call_group,))
     model.origin = origin
     return model
 
@@ -179,10 +179,12 @@ def _recompute(module: nn.Module, recompute: str | None) -> str | None:
     return FULL
 
 
-def _freeze(model: Model, parameters: dict[str, nn.Parameter]) -> None:
+def _freeze(model: Model, module: nn.Module) -> None:
+    """Freezes the parameters, but for adapters', that a module has frozen."""
+    parameters = in_use(dict(module.named_parameters(remove_duplicate=False)))
     names = NamedTensors("parallelize", type(model).__name__, parameters).names(model.files.base_prefix)
     sources = {name: source.found_by(names) for name, source in model.files.sources().items()}
-    for name, p in model.named_parameters():
+    for name, p, *_ in model.files.stored_parameters():
         trained = {parameters[names[n]].requires_grad for n in sources[name].names}
         check(
             len(trained) == 1,
