@@ -181,8 +181,12 @@ def test_older_keys_of_rotary_positions_and_layers():
     assert [rope["rope_theta"] for rope in new.ropes] == [500.0, 50.0] and new.windows == (None, 3, None)
     bare = {k: x for k, x in written.items() if k not in OLDER}
     assert [rope["rope_theta"] for rope in BertConfig.from_hf(bare).ropes] == [160_000.0, 10_000.0]
+    windowed = written | dict(sliding_window=5)
+    assert BertConfig.from_hf(windowed) == replace(BertConfig.from_hf(written), window=6)
+    assert BertConfig.from_hf(windowed) == BertConfig.from_hf(cls.from_dict(windowed).to_dict())
     yarn = dict(rope_type="yarn", rope_theta=5.0, factor=2.0)
     for change, message in (
+        (dict(sliding_window=None), "sliding_window must be an integer of at least 0, got None"),
         (dict(local_rope_theta=None), "local_rope_theta must be a number, got null"),
         (dict(rope_scaling=yarn), "rope_type='yarn' is not built; one of default is"),
         (dict(rope_parameters=dict(full_attention=yarn)), "rope_type='yarn' is not built; one of default is"),

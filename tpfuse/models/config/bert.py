@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...kernels.runtime.rules import Rule, quoted
+from ...kernels.runtime.rules import Rule, check_number, integer, quoted
 from ..families import ENCODERS, FULL, SLIDING
 from .fields import BERT_FIELDS
 from .model import ModelConfig
@@ -67,7 +67,9 @@ class BertConfig(ModelConfig):
         if read.family.rotary:
             values["rope"], values["local_rope"] = read.ropes().by_kind()
             values["layer_types"] = read.pattern(values["num_layers"])
-            values["window"] = read.config["local_attention"] // 2 + 1  # keys on either side, and the query's own
+            half = read.config.get("sliding_window", read.config["local_attention"] // 2)  # transformers takes either
+            check_number("BertConfig: sliding_window", half, integer(least=0))
+            values["window"] = half + 1  # keys on either side, and the query's own
         return values
 
     def to_hf(self) -> dict[str, Any]:
