@@ -44,6 +44,9 @@ class Reader:
         for key, built in (family.not_built | _EVERYWHERE).items():
             if self.config.get(key, built) not in (built, None):
                 raise ValueError(f"{self.name}: {key}={quoted(self.config[key])} is not built; only {built!r} is")
+        causal = self.config.get("is_causal", True)  # null is false to transformers
+        if family.causal and not causal:
+            raise ValueError(f"{self.name}: is_causal={quoted(causal)} is not built; only True is")
         values: dict[str, Any] = {name: self.config.get(keys[0]) for name, keys in family.hf_keys.items()}
         for name in (name for name in NAMED if name in values):
             if not isinstance(values[name], str) or values[name] not in HF_ACTIVATIONS:
