@@ -149,6 +149,11 @@ def _counterpart(module: Any) -> Counterpart:
         cls.__module__.startswith("transformers.") and cls.__name__ in COUNTERPARTS,
         f"parallelize: module must be transformers' own {', '.join(COUNTERPARTS)}, got {cls.__module__}.{cls.__name__}",
     )
+    check(
+        "forward" not in vars(module),
+        f"parallelize: {cls.__name__} has a forward of its own beside its class's, as accelerate's hooks make one,"
+        " which would be called; remove it, as accelerate.hooks.remove_hook_from_module does",
+    )
     ends = module.get_input_embeddings(), module.get_output_embeddings()
     if ends[1] is not None:
         tied, declared = ends[0].weight is ends[1].weight, bool(module.config.tie_word_embeddings)
