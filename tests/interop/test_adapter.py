@@ -160,6 +160,14 @@ def test_peft_loads_it(tmp_path):
     assert error(model(**batch(model.config)).logits, exact("llama", tensors)["out"]) < 1e-10
 
 
+def test_peft_loads_one_of_a_model_without_its_head(tmp_path):
+    peft = pytest.importorskip("peft")
+    ours = add_lora(parallelize(make("llama").model), rank=2, alpha=4, targets=["q_proj"])
+    save_adapter(ours, tmp_path)
+    theirs = peft.PeftModel.from_pretrained(make("llama").model, tmp_path)
+    assert {name for name, _ in theirs.named_parameters() if "lora_" in name} and theirs.active_peft_config.r == 2
+
+
 def test_rslora_and_frozen_unless_asked(tmp_path):
     tensors = their_adapter("llama", tmp_path, use_rslora=True, lora_dropout=0.1)
     model = load_adapter(parallelize(make("llama")), tmp_path)

@@ -6,6 +6,7 @@ Spans: tpfuse/interop: every file of it, on models with a classification head.
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from tests.common import assert_equal, make_tp
 from tests.interop.launched import LENGTH, VOCAB, launched, weights
@@ -144,6 +145,10 @@ def test_the_head_is_trained_beside_adapters_and_kept_with_them(ranks, tmp_path)
     theirs.save_pretrained(tmp_path / "theirs")
     model = load_adapter(parallelize(small(**NO_DROPOUT)), tmp_path / "theirs")
     assert torch.allclose(model(ids()[0]).logits, logits, atol=1e-5)
+    file = tmp_path / "theirs" / "adapter_model.safetensors"
+    save_file({name: t for name, t in load_file(file).items() if "score" not in name}, file)
+    with pytest.raises(ValueError, match=r"base_model.model.score.weight in .* must be \(4, 32\), got none"):
+        load_adapter(parallelize(small(**NO_DROPOUT)), tmp_path / "theirs")
 
 
 def adapted_encoder(world, name, folder):

@@ -102,7 +102,8 @@ def load_adapter(model: nn.Module, path: str | Path, *, trainable: bool = False)
     def examine() -> tuple[Any, Any, list[str], dict[str, _Entry]]:
         config, handle, apart = read_adapter(path, trainable=trainable, experts=base.config.hf.has_experts)
         check_saved(f"load_adapter: {path / CONFIG}", config.get("modules_to_save"), base)
-        heads = {} if head.keys().isdisjoint(handle.keys()) else head
+        saved = set(config.get("modules_to_save") or ()) & set(_saved(base))
+        heads = {} if not saved and head.keys().isdisjoint(handle.keys()) else head
         for name, entry in heads.items():
             _check_tensor(path / WEIGHTS, handle, name, entry.spec.shape)
         names = set(handle.keys()) - heads.keys()
@@ -265,7 +266,7 @@ def _task(base: Any) -> str | None:
     head: Any = next(iter(trained_modules(base).values()), None)
     if head is not None:
         return _TASKS[head.classifier.per]
-    return "CAUSAL_LM" if hasattr(base, "generate") else None
+    return "CAUSAL_LM" if hasattr(base, "generate") and base.stages.head else None
 
 
 def check_saved(place: str, names: Any, base: Model) -> None:
