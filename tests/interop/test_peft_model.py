@@ -56,6 +56,13 @@ def test_it_trains_as_the_peft_model(ranks, name):
         assert found == pytest.approx(exact, abs=2e-6)
 
 
+def test_it_is_saved_as_the_peft_model(tmp_path):
+    exact = wrapped()(ids()).logits
+    parallelize(wrapped()).save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(small(**NO_DROPOUT), tmp_path)
+    torch.testing.assert_close(again(ids()).logits, exact, rtol=2e-6, atol=2e-6)
+
+
 def test_a_frozen_adapter_stays_frozen():
     model = parallelize(wrapped(trainable=False))
     assert not any(p.requires_grad for p in model.parameters())

@@ -79,7 +79,7 @@ def parallelize(
     base.parallel = model.train(base.training)
     original: Any = type(base)
     base.__class__ = class_of(original)
-    base.__dict__["tpfuse_parts"] = parts
+    base.__dict__ |= dict(tpfuse_parts=parts, tpfuse_adapter=add_adapter is not None)
     return base
 
 

@@ -108,7 +108,7 @@ class Parallelized(Vocabulary, nn.Module):
     tpfuse_original: type
     tpfuse_outputs: Mapping[str, Any]  # the class of what a call returns, by transformers' class
     tpfuse_parts: tuple[str, ...] = ()  # of the module that are no more
-    tpfuse_adapter = False  # True after add_adapter or load_adapter: save_pretrained writes the adapter
+    tpfuse_adapter = False  # True after add_adapter, load_adapter or of a PeftModel: save_pretrained writes the adapter
     tpfuse_driver = False  # True in a TrainerMixin, which knows the split
     config: Any
     generation_config: Any
