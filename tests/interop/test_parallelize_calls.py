@@ -356,6 +356,18 @@ def test_what_generate_does_not_do_is_named():
             model.generate(ids, max_new_tokens=2, **option)
 
 
+def refused_on_one_rank(world):
+    model = parallelize(make("llama", torch.float32), make_tp(world))
+    options = dict(generation_config=50) if world.rank else {}
+    with pytest.raises(ValueError, match="generate: generation_config must be"):
+        model.generate(torch.ones(1, 2, dtype=torch.int64), max_new_tokens=1, **options)
+    torch.distributed.barrier()
+
+
+def test_what_generate_refuses_on_one_rank_is_an_error_of_all(ranks):
+    ranks(2, refused_on_one_rank)
+
+
 CONFIGS = {  # generation_config.json of public models
     "gemma-2": dict(bos_token_id=2, cache_implementation="hybrid", eos_token_id=[1, 17], pad_token_id=0),
     "gemma-3": dict(cache_implementation="hybrid", do_sample=True, eos_token_id=[1, 6], top_k=64, top_p=0.95),

@@ -269,7 +269,10 @@ class Parallelized(Vocabulary, nn.Module):
         ids: Tensor = options.pop("input_ids", None) if inputs is None else inputs
         ours = {key: options.pop(key) for key in _OBJECTS if key in options}
         configs = dict(top_k=DEFAULTS["top_k"]), self.generation_config, generation_config
-        values = settled(options, *(config for config in configs if config is not None))
+        values = together(
+            lambda: settled(options, *(config for config in configs if config is not None)),
+            (self.parallel.tp.call_group,),
+        )
         numbers = {key: values[key] for key in ("eos_token_id", "pad_token_id") if isinstance(values.get(key), Tensor)}
         values |= {key: tensor.tolist() for key, tensor in numbers.items()}
         if ours.get("attention_mask") is None:

@@ -186,14 +186,22 @@ def test_errors(name):
         GPT(GPT_CONFIG).generate(TWO, max_new_tokens=2, **options)
 
 
-def one_bad_streamer(world):
-    with pytest.raises(ValueError) as caught:
-        model = GPT(GPT_CONFIG, tp=make_tp(world))
-        model.generate(TWO, max_new_tokens=2, streamer=3 if world.rank else None)
+def refused_on_one_rank(world, options):
+    model = GPT(GPT_CONFIG, tp=make_tp(world))
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        model.generate(TWO, max_new_tokens=2, **options if world.rank else {})
     torch.distributed.barrier()
     return str(caught.value)
 
 
-def test_a_bad_streamer_of_one_rank(ranks):
-    first, last = ranks(2, one_bad_streamer)
-    assert first == last and re.search("generate: streamer must have", first)
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(streamer=3), "generate: streamer must have"),
+        (dict(generation_config=50), "generate: generation_config must be .* or a mapping, got 50"),
+        (dict(token_healing=True), "generate: token_healing is not built"),
+        (dict(inputs_embeds=TWO), "generate: inputs_embeds is not built"),
+    ],
+)
+def test_what_one_rank_is_refused_is_an_error_of_all(ranks, options, message):
+    assert all(re.search(message, error) for error in ranks(2, refused_on_one_rank, options))

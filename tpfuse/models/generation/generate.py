@@ -15,6 +15,7 @@ from torch import Tensor
 from ...kernels.runtime.errors import check
 from ...kernels.runtime.rules import described
 from ...layers.module import check_gathered
+from ...ranks.messages import together
 from .beams import Beams, Search, search
 from .graph import GraphStep, may_capture
 from .guessing import Guesser, Guessing, GuessingStep
@@ -121,20 +122,7 @@ def generate(
     never.  With a streamer, a callable, stop strings or criteria a GPU is waited for at each token, else at every
     eighth.
     """
-    model.stages.check_whole("generate")
-    check(model.head is not None, "generate: the model has no language-model head; make it with lm_head=True")
-    check(
-        model.groups.experts.replicas == 1,
-        "generate: experts over replicas are not built, which may need unequal numbers of steps; make the model without"
-        " experts=",
-    )
-    check(
-        model.tp.cp is None,
-        "generate: tokens come one by one, with no sequences to divide over cp=; make the model without it",
-    )
-    check(inputs_embeds is None, "generate: inputs_embeds is not built; a prompt is input_ids")
-    values = settled(options, *(() if generation_config is None else (generation_config,)))
-    check_gathered("generate", model.embedding)
+    values = together(lambda: _settled(model, inputs_embeds, generation_config, options), (model.tp.call_group,))
     shared = values | dict(
         input_ids=input_ids, attention_mask=attention_mask, on_token=on_token, tokenizer=type(tokenizer), seed=seed
     )
@@ -189,6 +177,26 @@ def generate(
     finally:
         for module in training:
             module.training = True
+
+
+def _settled(
+    model: CausalModel, inputs_embeds: Tensor | None, config: Any, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the arguments that say something, for a model that can generate."""
+    model.stages.check_whole("generate")
+    check(model.head is not None, "generate: the model has no language-model head; make it with lm_head=True")
+    check(
+        model.groups.experts.replicas == 1,
+        "generate: experts over replicas are not built, which may need unequal numbers of steps; make the model without"
+        " experts=",
+    )
+    check(
+        model.tp.cp is None,
+        "generate: tokens come one by one, with no sequences to divide over cp=; make the model without it",
+    )
+    check(inputs_embeds is None, "generate: inputs_embeds is not built; a prompt is input_ids")
+    check_gathered("generate", model.embedding)
+    return settled(options, *(() if config is None else (config,)))
 
 
 def _begun(

@@ -14,6 +14,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
+from ...kernels.runtime.errors import check
+from ...kernels.runtime.rules import described
 from .processors import BORROWED, FILTERS
 
 OFF = dict(guidance_scale=1.0, penalty_alpha=0.0)  # these are null by default, and mean nothing at these values
@@ -71,6 +73,10 @@ def settled(options: Mapping[str, Any], *configs: Any) -> dict[str, Any]:
     """
     merged: dict[str, Any] = {}
     for config in configs:
+        check(
+            isinstance(config, Mapping) or hasattr(config, "to_dict"),
+            f"generate: generation_config must be transformers' GenerationConfig or a mapping, got {described(config)}",
+        )
         values = config if isinstance(config, Mapping) else config.to_dict()
         merged |= {key: value for key, value in values.items() if key in DEFAULTS and value is not None}
     if not options.get("do_sample", merged.get("do_sample")):
@@ -86,7 +92,7 @@ def settled(options: Mapping[str, Any], *configs: Any) -> dict[str, Any]:
     if unbuilt:
         raise NotImplementedError(f"generate: {', '.join(unbuilt)} is not built")
     if guessed := [key for key in values if key in GUESSED]:
-        warnings.warn(f"generate: {', '.join(guessed)} changes no token, and is not built", stacklevel=3)
+        warnings.warn(f"generate: {', '.join(guessed)} changes no token, and is not built", stacklevel=6)
     if values.get("top_k") == 0:  # all of them
         del values["top_k"]
     return {key: value for key, value in values.items() if key in BUILT and value is not None}
