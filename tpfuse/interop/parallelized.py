@@ -96,8 +96,9 @@ _CURES = {
     "past_key_values": "generate keeps a cache; give all tokens",
 }
 _CHECKPOINT_IGNORED = "use_reentrant", "preserve_rng_state"  # nothing depends on them
+# Arguments of generate that no generation config has.
 _OBJECTS: tuple[str, ...] = "attention_mask", "logits_processor", "stopping_criteria", "tokenizer", "streamer"
-_OBJECTS += "seed", "on_token", "on_prompt", "cuda_graph", "assistant_model"  # of generate, beside a generation config
+_OBJECTS += "seed", "on_token", "on_prompt", "cuda_graph", "return_log_probs", "assistant_model"
 _SAVE_IGNORED = "safe_serialization", "save_function", "token", "save_peft_format", "save_original_format"
 
 
@@ -260,9 +261,9 @@ class Parallelized(Vocabulary, nn.Module):
         """Generates as GPT does, with transformers' arguments.
 
         Defaults come from ``generation_config``, then from the module's own generation config, then from transformers;
-        ``seed``, ``on_token``, ``on_prompt`` and ``cuda_graph`` are GPT's.  Without an ``attention_mask`` pad tokens of
-        the prompts are padding, unless the pad token is an end token too.  NotImplementedError, which names it, for an
-        argument that is not built.
+        ``seed``, ``on_token``, ``on_prompt``, ``cuda_graph`` and ``return_log_probs`` are GPT's.  Without an
+        ``attention_mask`` pad tokens of the prompts are padding, unless the pad token is an end token too.
+        NotImplementedError, which names it, for an argument that is not built.
         """
         if not isinstance(self.parallel, GPT) or self.parallel.head is None:
             raise NotImplementedError(f"generate: {type(self).__name__} is not a causal model with a head over tokens")

@@ -3,11 +3,14 @@
 Spans: tpfuse/models/generation/request.py and generate.py.
 """
 
+import copy
+
 import pytest
 import torch
 
 from tests.common import make_tp
 from tests.models.generation.test_generate import NEW, prompts, theirs  # noqa: F401
+from tpfuse import parallelize
 from tpfuse.models import GPT
 
 
@@ -61,3 +64,12 @@ def test_beams_have_none(theirs):  # noqa: F811
         generated(None, path, ids, mask, dict(num_beams=2))
     with pytest.raises(ValueError, match="return_log_probs must be True or False"):
         generated(None, path, ids, mask, dict(return_log_probs="yes"))
+
+
+def test_a_parallelized_module_gives_the_same(theirs):  # noqa: F811
+    model, path = theirs
+    ids, mask = prompts([8, 3])
+    call = dict(attention_mask=mask, max_new_tokens=NEW, return_log_probs=True)
+    got = parallelize(copy.deepcopy(model)).generate(ids, **call)
+    for ours, want in zip(got, GPT.from_pretrained(path).generate(ids, **call), strict=True):
+        assert torch.equal(ours, want)

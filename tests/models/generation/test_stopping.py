@@ -174,6 +174,7 @@ ERRORS = {
     "processors": (dict(logits_processor=7), r"generate: logits_processor must be callables"),
     "processor": (dict(logits_processor=lambda i, s: i), r"generate: a logits_processor must return scores \(2, 97\)"),
     "min_p": (dict(min_p=1.5), r"generate: min_p must lie in \[0, 1\], got 1.5"),
+    "seed": (dict(seed=None), r"generate: seed must be an integer, got None"),
     "sequences": (dict(num_return_sequences=0), r"generate: num_return_sequences must lie in 1 to 65535, got 0"),
     "greedy": (dict(num_return_sequences=2), r"generate: num_return_sequences=2 is more than num_beams=1"),
 }

@@ -26,7 +26,6 @@ _NUMBERS: dict[str, Rule] = {
     "top_p": limited("lie in (0, 1]", lambda v: 0 < v <= 1),
     "min_p": limited("lie in [0, 1]", lambda v: 0 <= v <= 1),
     "repetition_penalty": _FACTOR,
-    "seed": SEED,
     "num_return_sequences": limited("lie in 1 to 65535", lambda v: 1 <= v < 1 << 16, integer=True),
 }
 
@@ -94,6 +93,7 @@ def checked(
     inputs = Inputs(input_ids, attention_mask=attention_mask)
     model._check_inputs(inputs)
     check_numbers("generate", sampling._asdict() | length._asdict(), _NUMBERS)
+    check_number("generate: seed", sampling.seed, SEED)
     sample, sequences = sampling.do_sample, length.num_return_sequences
     check(isinstance(sample, bool), f"generate: do_sample must be True or False, got {described(sample)}")
     returned = length.return_log_probs
