@@ -7,6 +7,7 @@ import json
 import pickle
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -324,7 +325,7 @@ def test_pad_tokens_are_padding_where_no_mask_is_given(also_ends):
     assert torch.equal(want, seen) == also_ends
     model = parallelize(model)
     assert torch.equal(model.generate(ids, **call)[:, 7:], want[:, 7:])
-    for kind in torch.tensor, tuple if also_ends else int:
+    for kind in torch.tensor, np.array, tuple if also_ends else int:
         others = dict(eos_token_id=kind(call["eos_token_id"]), pad_token_id=torch.tensor(7))
         assert torch.equal(model.generate(ids, **call | others)[:, 7:], want[:, 7:])
     tensor, generate = torch.tensor(call["eos_token_id"]), model.parallel.generate

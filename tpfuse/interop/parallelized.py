@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor, nn
 
 from ..kernels.runtime.errors import check
@@ -274,8 +275,9 @@ class Parallelized(Vocabulary, nn.Module):
             lambda: settled(options, *(config for config in configs if config is not None)),
             (self.parallel.tp.call_group,),
         )
-        numbers = {key: values[key] for key in ("eos_token_id", "pad_token_id") if isinstance(values.get(key), Tensor)}
-        values |= {key: tensor.tolist() for key, tensor in numbers.items()}
+        for key in {"eos_token_id", "pad_token_id"} & values.keys():
+            if isinstance(values[key], Tensor | np.ndarray):
+                values[key] = values[key].tolist()
         if ours.get("attention_mask") is None:
             ours["attention_mask"] = _mask_of(ids, values.get("pad_token_id"), values.get("eos_token_id"))
         return self.parallel.generate(ids, **ours | values)
