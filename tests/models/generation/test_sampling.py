@@ -122,11 +122,20 @@ def test_any_of_several_ends():
 
 
 @pytest.mark.parametrize(
-    "option, value", [("temperature", 0.0), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.5), ("repetition_penalty", 0.0)]
+    "option, value",
+    [("temperature", -1.0), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.5), ("repetition_penalty", 0.0)],
 )
 def test_errors(option, value):
     with pytest.raises(ValueError, match=f"generate: {option} must .*, got {value}"):
         GPT(GPT_CONFIG).generate(torch.ones(1, 3, dtype=torch.int64), max_new_tokens=2, **{option: value})
+
+
+def test_a_temperature_of_0_is_greedy_and_no_sampling():
+    model, ids = GPT(GPT_CONFIG), torch.ones(1, 3, dtype=torch.int64)
+    want = model.generate(ids, max_new_tokens=4)
+    assert torch.equal(model.generate(ids, max_new_tokens=4, temperature=0.0, do_sample=False), want)
+    with pytest.raises(ValueError, match="generate: temperature must .*, got 0.0"):
+        model.generate(ids, max_new_tokens=4, temperature=0.0, do_sample=True)
 
 
 @pytest.mark.parametrize("min_p", [0.0, 0.05, 0.5, 1.0])

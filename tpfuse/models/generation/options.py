@@ -82,6 +82,8 @@ def settled(options: Mapping[str, Any], *configs: Any) -> dict[str, Any]:
     if not options.get("do_sample", merged.get("do_sample")):
         merged = {key: value for key, value in merged.items() if key not in FILTERS}
     merged |= options
+    if not merged.get("do_sample") and merged.get("temperature") == 0:  # says greedy once more
+        del merged["temperature"]
     values = {
         key: value
         for key, value in merged.items()
