@@ -80,7 +80,7 @@ def reduce_bias_dropout_add_norm(
     (parts' without one), n' has parts'.  ``leaves``, unless 0, makes sums over ranks and rows binary trees, the same
     bits at every split: so many leaves of the rows are here (:attr:`tpfuse.TensorParallel.row_leaves`).  Under autocast
     parts and residual are cast.  ValueError for shapes that do not match, an unknown norm, p outside [0, 1), p > 0
-    without rng, or rows that are not divisible by ``leaves``.
+    without rng or with a site or batch that :func:`dropout` refuses, or rows that are not divisible by ``leaves``.
     """
     parts, residual = autocast(parts[None] if parts.dim() == 2 else parts, residual)
     weights = Weights(bias, residual=residual, gamma=weight, beta=norm_bias)
@@ -208,7 +208,8 @@ def dropout(x: Tensor, p: float, *, rng: Tensor, site: int = 0, first_row: First
 
     x [..., D] is flattened to rows, of which row i is position (first_row + i) // batch of sample first_sample +
     (first_row + i) % batch.  ``rng`` int64 [3] = (seed, step, first_sample), of :func:`make_rng`; there is no default.
-    Returns x's shape and dtype; p = 0 returns x itself.  ValueError for p outside [0, 1).
+    Returns x's shape and dtype; p = 0 returns x itself.  ValueError for p outside [0, 1) and, where it drops anything,
+    for a site outside 0 to 65534 and a batch below 1.
     """
     rows = as_rows("dropout", x)
     mask = Mask.of("dropout", rng, p, site=site, first_row=first_row, batch=batch)
