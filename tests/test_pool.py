@@ -202,6 +202,7 @@ def test_a_dead_worker_is_reported_and_replaced(ranks, rank):
     assert not set(ranks(3, _pid)) & set(before)
 
 
+@pytest.mark.slow
 def test_a_hung_worker_is_reported_with_its_stack_and_replaced(ranks):
     before = ranks(2, _pid)
     with pytest.raises(RankFailed, match="rank 1 was not done in time") as info:
@@ -210,6 +211,7 @@ def test_a_hung_worker_is_reported_with_its_stack_and_replaced(ranks):
     assert not set(ranks(2, _pid)) & set(before)
 
 
+@pytest.mark.slow
 def test_an_unfinished_collective_ends_at_its_timeout(monkeypatch):
     """Rank 0's call fails then, long before the limit of the whole; rank 1 is named, which never came."""
     monkeypatch.setattr(pool_module, "GRACE", 1.0)

@@ -165,6 +165,7 @@ def attack(ranks, seeds):
     return bad
 
 
+@pytest.mark.slow
 def test_a_step_that_is_taken_otherwise_is_refused(ranks):
     assert attack(ranks, range(2)) == []
 

@@ -11,6 +11,7 @@ from tests.bench.idle_kernels import launched
 EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
+@pytest.mark.slow
 def test_a_kernel_is_seen_with_its_parameters(idle):
     (kernel,), address = idle(launched, dict(grid=(3, 2), n=1 << 40, scale=0.5, num_warps=2))
     assert kernel.name == "scaled_kernel" and kernel.launch[:4] == (3, 2, 1, 64) and kernel.launch[5] == 7

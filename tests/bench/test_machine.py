@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from bench import machine, measured
 from tpfuse.kernels.runtime.processor import LIMITS
 
@@ -39,6 +41,7 @@ def test_one_result_has_one_column_and_says_where_it_was_measured():
     assert measured.train_step([result(None, 1.1, 1.2)]).endswith("Measured before results said their processor.")
 
 
+@pytest.mark.slow
 def test_a_limit_of_the_instructions_is_said():
     code = "from bench import machine; m = machine.this_machine(); print(m['limits'], machine.kind(m))"
     limit = {name: value for name, value in os.environ.items() if name not in LIMITS}

@@ -105,6 +105,7 @@ def test_generation_is_training(kind, dtype, tile, ranks):
         assert [differing(one.generated, x) for x in result[1:]] == [0, 0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("R", [1, 2])
 def test_guessed_tokens_have_the_same_bits(ranks, R):
     """Several columns of a cache in one pass; the assistant is the model itself, so that all guesses are right."""

@@ -35,6 +35,7 @@ def test_a_signal_counts_again_only_later(monkeypatch):
         signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_an_error_is_said_before_a_signal_is_obeyed():
     """The launcher's signal comes while the error that names the dead rank is still on its way out."""
     code = textwrap.dedent("""

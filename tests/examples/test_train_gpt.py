@@ -229,6 +229,7 @@ def test_a_signal_finishes_the_step_and_says_how_to_go_on(tmp_path, undisturbed,
         same_run(tmp_path, undisturbed(tp, dp)[0])
 
 
+@pytest.mark.slow
 def test_a_folder_in_which_another_run_is_going_on_is_refused(tmp_path):
     refused = []
 

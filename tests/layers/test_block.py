@@ -440,6 +440,7 @@ def test_compiled_in_one_graph(ranks, R, case):
         assert_equal(compiled, eager)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [True, None])
 def test_one_graph_serves_rows_of_any_number(dynamic):
     """The first call's graph where shapes are dynamic from the start, else the second one's."""

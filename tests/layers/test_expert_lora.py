@@ -65,6 +65,7 @@ def all_rows_at_once(right, pair, x, rows):
     return every[torch.arange(len(x)), expert].mul_(pair.scale)
 
 
+@pytest.mark.slow
 def test_a_mistake_is_seen(ranks):
     every = ranks(4, Mistaken(run, f"{LOW_RANK}.reduced", all_rows_at_once), "one row a rank", True, FP32)
     assert {"lora.B_fc1", "y"} <= differing("one row a rank", every, FP32)

@@ -89,6 +89,7 @@ def refused(world, layout, whole, names):
     return found, int(model.step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [False, True], ids=["one rank", "a place on every stage"])
 @pytest.mark.parametrize("layout", [(2, 1, 2), (2, 2, 1)])
 def test_a_step_that_is_taken_otherwise(ranks, layout, whole):

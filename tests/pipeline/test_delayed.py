@@ -277,6 +277,7 @@ def failed(world):
     return step(), step().item() == first, pipeline.drain().item() == first, pipeline.drain()
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_leaves_nothing_in_flight(ranks):
     assert ranks(2, failed) == [(None, True, True, None)] * 2
 

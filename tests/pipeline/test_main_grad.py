@@ -112,5 +112,6 @@ WORDS = {
 }
 
 
+@pytest.mark.slow
 def test_what_is_refused_says_why_on_every_rank(ranks):
     check_said(ranks(4, refusals), WORDS)

@@ -129,6 +129,7 @@ def failed(world):
         return errors(model, {key: p.grad for key, p in whole.named_parameters()})
 
 
+@pytest.mark.slow
 def test_a_step_after_one_that_has_failed(ranks):
     assert max(ranks(2, failed)) < 1e-9
 

@@ -396,6 +396,7 @@ def failed(world):
     return unchanged
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_step_that_fails_leaves_the_gradients_of_those_before(ranks, replicas):
     assert ranks(replicas, failed) == [[True, True]] * replicas

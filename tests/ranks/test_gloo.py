@@ -45,6 +45,7 @@ def late(world):
     return str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_message_waits_no_longer(ranks):
     said, _ = ranks(2, late)
     assert "Timed out waiting 300ms" in said

@@ -157,6 +157,7 @@ def undivided(right, work):
     return right(work._replace(divisor=1))
 
 
+@pytest.mark.slow
 def test_a_mistake_is_seen(ranks, one):
     spoilt = Mistaken(trained, "tpfuse.sequence_parallel.records.ExpertWeightGrad.run", undivided)
     for found in ranks(4, spoilt, 2, "equal", "ddp"):

@@ -559,6 +559,7 @@ def test_a_copy_has_none():
     assert not any(p.main_grad.any() for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_it_ends_with_the_model():
     gc.collect()  # what other tests have left
     model = bf16_model()

@@ -83,6 +83,7 @@ def compiled(model, mesh):
     model.zero_grad()
 
 
+@pytest.mark.slow
 def test_a_compiled_model_has_the_bits_of_an_eager_one(ranks):
     compare(ranks, "gpt2", torch.float32, [(1, 1)], compiled, timeout=300)
 

@@ -20,6 +20,7 @@ def shard(model, mesh, **settings):
         fully_shard(module, mesh=mesh["dp"], **settings)
 
 
+@pytest.mark.slow
 def test_shards_have_the_bits_of_one_process(ranks):
     """The head shares the embedding's weight: two trees, and one gradient."""
     compare(ranks, "gpt2", F32, [(2, 2)], shard)

@@ -546,6 +546,7 @@ def test_leaves_of_heads(monkeypatch, S, E, names, dtype):
     assert {named["STATIC"].E % 16 for _, named in seen if "STATIC" in named} == {0}
 
 
+@pytest.mark.slow
 def test_strides():
     """A slice of wider heads, a transposed qkv, offsets beyond 2^31 elements."""
     _, do, options = arguments("causal", batch=2, S=5, G=2, Q=1, E=8)

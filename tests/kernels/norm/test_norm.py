@@ -122,6 +122,7 @@ def test_compile(ours, oracle, vectors):
     common.assert_compiles(ours, leaf(3, 7, dtype=FP32), *(leaf(7, dtype=FP32) for _ in range(vectors)))
 
 
+@pytest.mark.slow
 def test_compile_inductor():
     common.assert_compiles(layer_norm, *(leaf(*s, dtype=FP32) for s in ((3, 7), (7,), (7,))), backend="inductor")
 

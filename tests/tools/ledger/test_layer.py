@@ -127,6 +127,7 @@ def test_edges_carry_the_bytes_that_are_read(bert):
     assert len(across) > 10
 
 
+@pytest.mark.slow
 def test_the_map_is_drawn(bert, tmp_path):
     pytest.importorskip("matplotlib")
     layer_map(bert, tmp_path / "deep" / "map.png")

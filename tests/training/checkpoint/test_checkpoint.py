@@ -443,6 +443,7 @@ def killed_saves(folder):
         assert os.waitstatus_to_exitcode(os.wait()[1]) == -signal.SIGKILL, place
 
 
+@pytest.mark.slow
 def test_a_save_that_is_killed_leaves_the_previous_one(tmp_path):
     """Real processes, real SIGKILL, at each of these places; then the next save tidies up."""
     process = forking().Process(target=killed_saves, args=(tmp_path,))

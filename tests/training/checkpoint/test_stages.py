@@ -180,6 +180,7 @@ def test_experts_over_replicas(ranks, trained, written, before, after):
     check_resumed(ranks, trained, written, before, after, config=MODELS["mixtral"], over_replicas=True)
 
 
+@pytest.mark.slow
 def test_adapters_of_all_stages_are_in_the_file(ranks, trained, written):
     check_resumed(ranks, trained, written, F1B, F1B, lora=True)
     (meta,) = Path(written(F1B, lora=True)[0]).glob("step-*/meta.json")

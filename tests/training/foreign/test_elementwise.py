@@ -64,6 +64,7 @@ def made(world):
     return outcomes, len(adam.param_groups)
 
 
+@pytest.mark.slow
 def test_an_optimizer_is_taken_as_it_works(ranks):
     for outcomes, _ in ranks(2, made):
         refused = {name for name, text in outcomes.items() if "is not the slice of its update" in text}

@@ -145,6 +145,7 @@ def failing(right, *args):
     raise Planted("planted")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filling", [False, True])
 def test_a_step_that_fails_leaves_no_rows(ranks, filling):
     """Neither those that are added at once, nor those that wait for a bubble; and what bubbles have refreshed is as it

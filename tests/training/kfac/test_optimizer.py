@@ -322,6 +322,7 @@ def test_blocks_of_another_model_stay_one_node():
         assert len(calls) == GATED.num_layers
 
 
+@pytest.mark.slow
 def test_a_compiled_block_is_not_captured():
     model = GPT(STEP_CONFIG)
     for block in model.blocks:
