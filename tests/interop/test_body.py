@@ -104,7 +104,7 @@ def test_what_is_frozen_below_the_head_is_frozen_in_the_model():
 
 
 def test_hooks_on_the_embedding_stay_and_others_are_named():
-    model, seen = make("llama"), []
+    model, seen = make("gpt2"), []
     handle = model.get_input_embeddings().register_forward_hook(lambda *_: seen.append("rows"))
     model.enable_input_require_grads()
     with warnings.catch_warnings():
@@ -116,7 +116,7 @@ def test_hooks_on_the_embedding_stay_and_others_are_named():
     handle.remove()
     model.disable_input_require_grads()
     assert not model(**call).logits.requires_grad and seen == ["rows"]
-    other = make("llama")
-    other.model.layers[1].mlp.register_forward_hook(lambda *_: None)
-    with pytest.warns(UserWarning, match=r"hooks on model.layers.1.mlp are gone with these parts; register them"):
+    other = make("gpt2")
+    other.transformer.h[1].mlp.register_forward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match=r"hooks on transformer.h.1.mlp are gone with these parts; register them"):
         parallelize(other)

@@ -31,11 +31,12 @@ def make_exact(model: nn.Module) -> None:
     for part in model.modules():
         name = type(part).__name__
         if name.endswith("RMSNorm"):
-            part.forward = functools.partial(_norm, part, 1.0 if name.startswith("Gemma") else 0.0)
+            part.register_forward_hook(functools.partial(_norm, 1.0 if name.startswith("Gemma") else 0.0))
         if name.endswith("ScaledWordEmbedding"):
             part.embed_scale.fill_(part.scalar_embed_scale)
 
 
-def _norm(norm: nn.Module, offset: float, x: Tensor) -> Tensor:
+def _norm(offset: float, norm: nn.Module, args: tuple[Tensor], rounded: Tensor) -> Tensor:
+    (x,) = args
     eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
     return F.rms_norm(x, norm.weight.shape, norm.weight + offset, eps)

@@ -5,6 +5,7 @@ adaptable          what may have adapters
 adapter            adapters in PEFT's format
 arguments          the arguments of a call by their names
 body               the model below the head
+changed            parts of a module that are not those of its config
 documents          position_ids that begin again: packed documents
 expert_adapter     adapters of experts in PEFT's format
 lora_config        a LoraConfig of PEFT as the arguments of add_lora

@@ -22,6 +22,7 @@ from ..ranks.agreement import digest
 from ..ranks.messages import together
 from ..training.checkpoint.replicas import bits_of
 from ..training.dropped import drop
+from .changed import check_unchanged
 from .parallelized import COUNTERPARTS, Counterpart, Parallelized, class_of, origin_of
 from .peft_model import adapter_of, before_peft, in_use, is_peft_model
 from .vocabulary import open_ends
@@ -58,8 +59,8 @@ def parallelize(
     ``generate`` is GPT's, with transformers' arguments and generation_config.  ``save_pretrained`` writes full tensors
     (all ranks call it).
 
-    ValueError for any other module, an option that is not built, heads that cannot be split, or weights that differ
-    between ranks.
+    ValueError for any other module, one that was changed since its config made it (a part, a dropout's probability), an
+    option that is not built, heads that cannot be split, or weights that differ between ranks.
     """
     tp = TensorParallel() if tp is None else tp
     base: Any = cast(Any, module).get_base_model() if is_peft_model(module) else module
@@ -103,6 +104,7 @@ def _parallel(
             f"parallelize: parameters must have one dtype and one device, got {', '.join(map(str, kinds))}",
         )
         config = counterpart.model.config_class.from_hf(origin.config)
+        check_unchanged(module)
         NamedTensors("parallelize", type(module).__name__, parameters).check_layers(config.num_layers)
         return counterpart.constructor(module), origin, config, _recompute(module, recompute)
 
@@ -148,11 +150,6 @@ def _counterpart(module: Any) -> Counterpart:
     check(
         cls.__module__.startswith("transformers.") and cls.__name__ in COUNTERPARTS,
         f"parallelize: module must be transformers' own {', '.join(COUNTERPARTS)}, got {cls.__module__}.{cls.__name__}",
-    )
-    check(
-        "forward" not in vars(module),
-        f"parallelize: {cls.__name__} has a forward of its own beside its class's, as accelerate's hooks make one,"
-        " which would be called; remove it, as accelerate.hooks.remove_hook_from_module does",
     )
     ends = module.get_input_embeddings(), module.get_output_embeddings()
     if ends[1] is not None:

@@ -1,7 +1,6 @@
 """Small models of transformers with experts: routers in the dtype of their parameters, gradients by the names in a
 file."""
 
-import functools
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
@@ -57,8 +56,9 @@ def their_config(name: str, **options: Any) -> Any:
     return family.config(**SIZES | EXPERTS | family.options | options)
 
 
-def wide_router(router: nn.Module, x: Tensor):
+def wide_router(router: nn.Module, args: tuple[Tensor], rounded: Any):
     """Their router, whose softmax is not fp32."""
+    (x,) = args
     logits = F.linear(x.reshape(-1, router.hidden_dim), router.weight)
     weights, chosen = logits.softmax(-1).topk(router.top_k, dim=-1)
     if getattr(router, "norm_topk_prob", True):  # Mixtral's always divides
@@ -71,7 +71,7 @@ def widen(model: nn.Module) -> nn.Module:
     routers = [part for part in model.modules() if type(part).__name__.endswith("TopKRouter")]
     assert routers
     for router in routers:
-        router.forward = functools.partial(wide_router, router)
+        router.register_forward_hook(wide_router)
     return model
 
 
