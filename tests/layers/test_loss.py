@@ -124,6 +124,24 @@ def test_a_tied_head_has_no_weight(ranks):
         assert error(found, dense(x @ w.t(), labels, ignore_index=3)) <= 1e-12
 
 
+def compiled(world):
+    tp = make_tp(world)
+    x, w, _, labels, _ = data()
+    w = w[slice(*tp.chunk(V))]
+
+    def losses(logits, x, w, labels):
+        options = dict(vocab_size=V, tp=tp, ignore_index=3)
+        return cross_entropy(logits, labels, **options), linear_cross_entropy(x, w, labels, **options)
+
+    args = x @ w.t(), x.chunk(tp.size)[tp.rank], w, labels
+    return torch.compile(losses, fullgraph=True, backend="eager")(*args), losses(*args)
+
+
+def test_they_are_part_of_one_compiled_graph(ranks):
+    for graph, eager in ranks(2, compiled):
+        assert graph == eager
+
+
 # ---- what is refused ----
 
 

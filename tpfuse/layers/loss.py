@@ -199,5 +199,5 @@ class LossOptions(NamedTuple):
 
     def compare(self, name: str, labels: Tensor, tp: TensorParallel) -> None:
         """Compares the first call of each kind over the ranks, which must have the same labels and options."""
-        if tp.size > 1 and tp.group is not None:
+        if tp.size > 1 and not torch.compiler.is_compiling() and tp.group is not None:
             agreement_of(tp.group, name, each_call=False)(tp.group, {"labels": labels} | self._asdict(), {})
