@@ -151,6 +151,28 @@ def test_one_rank_reads_what_several_saved(ranks, tmp_path, assign):
     assert not any(isinstance(p, DTensor) for p in block.parameters())
 
 
+def _renamed(world, own):
+    """A row layer that reads a file of other names, and of a transposed weight, by a hook of its own or of its
+    parent's."""
+    layer = RowParallelLinear(8, 8, tp=make_tp(world))
+
+    def rename(module, state_dict, prefix, *_):
+        prefix += "" if own else "0."
+        for name in ("weight", "bias"):
+            state_dict[prefix + name] = state_dict.pop(f"{prefix}old_{name}").t()
+
+    parent = torch.nn.Sequential(layer)
+    (layer if own else parent).register_load_state_dict_pre_hook(rename)
+    weight = torch.randn(8, 8)
+    parent.load_state_dict({"0.old_weight": weight.t(), "0.old_bias": weight[0]})
+    return torch.equal(layer.weight, weight.chunk(world.size, 1)[world.rank]) and torch.equal(layer.bias, weight[0])
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_hooks_of_load_state_dict_see_the_whole(ranks, own):
+    assert ranks(2, _renamed, own) == [True, True]
+
+
 def _packed(world, sp, dtypes):
     vectors = [
         None if d is None else torch.full((5,), float(i + 1), dtype=d, requires_grad=True) for i, d in enumerate(dtypes)

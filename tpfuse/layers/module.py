@@ -69,16 +69,13 @@ class ParallelModule(nn.Module):
         self._draws = False
         self.register_state_dict_post_hook(_as_wholes)
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
-    ) -> None:
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Loads what a state dictionary has for this module; torch calls it, with a copy of the caller's dictionary."""
-        for leaf, p, spec, tp in owned(self):
-            value = state_dict.get(prefix + leaf)
-            reads = is_split(spec, tp) or isinstance(value, DTensor)  # one rank reads what several have saved
-            if reads and isinstance(value, Tensor) and not isinstance(p, DTensor):
-                state_dict[prefix + leaf] = as_local(prefix + leaf, value, spec, tp)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
+        handle = self.register_load_state_dict_pre_hook(_as_shards)  # behind hooks of others, which may rename
+        try:
+            super()._load_from_state_dict(*args, **kwargs)
+        finally:
+            handle.remove()
 
     def ranks_of(self, name: str) -> TensorParallel:
         """Returns the ranks that a parameter is split over; a derived class may split some over others than ``tp``."""
@@ -278,6 +275,15 @@ def shards_of_replicas(module: "ParallelModule") -> Iterator[str]:
         shape = tuple(s.stop - s.start for s in spec.local(tp))
         if isinstance(p, DTensor) and tuple(p.to_local().shape) != shape:
             yield f"fully_shard holds {tuple(p.to_local().shape)} of this rank's {shape} of {leaf}"
+
+
+def _as_shards(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """The hook by which this rank's slices are taken of what a state dictionary holds."""
+    for leaf, p, spec, tp in owned(module):
+        value = state_dict.get(prefix + leaf)
+        reads = is_split(spec, tp) or isinstance(value, DTensor)  # one rank reads what several have saved
+        if reads and isinstance(value, Tensor) and not isinstance(p, DTensor):
+            state_dict[prefix + leaf] = as_local(prefix + leaf, value, spec, tp)
 
 
 def _as_wholes(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
