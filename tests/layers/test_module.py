@@ -95,6 +95,19 @@ def test_on_the_meta_device_nothing_is_drawn(name):
     assert all(p.is_meta for p in layer.parameters()) and torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("layer", [ColumnParallelLinear, RowParallelLinear, ParallelMLP, TransformerBlock, RMSNorm])
+def test_a_layer_without_numbers_is_not_computed_with(layer, grad):
+    """torch's own layers refuse it too."""
+    with torch.device("meta"):
+        empty = layer(*(8, 4)[: 1 if layer is RMSNorm else 2])
+    call = dict(batch=3) if layer is TransformerBlock else {}
+    x = torch.randn(6, 8, requires_grad=True)
+    with torch.set_grad_enabled(grad), pytest.raises(ValueError, match="must have numbers, or none, .*init_weights"):
+        empty(x, **call)
+    assert empty(x.to("meta"), **call).is_meta
+
+
 def _seeded(world, seeds):
     torch.manual_seed(seeds[world.rank])
     try:

@@ -159,7 +159,7 @@ class Op:
         self.launch = Replayed(launch) if replay and launch is not None else launch
         OPS[name] = self
         self._spelling, self._names = spelling(reference), tuple(inspect.signature(reference).parameters)
-        flat_fake = self._flat(fake or reference)
+        flat_fake = self._flat(self._shapes_only(fake or reference))
         _LIBRARY.define(name + torch.library.infer_schema(flat_fake, mutates_args=mutates))
         _LIBRARY.impl(name, self._flat(self.cpu, "cpu"), "CPU")
         _LIBRARY.impl(name, self._flat(self._cuda, "cuda"), "CUDA")
@@ -181,6 +181,22 @@ class Op:
             return implementation(*pack(flat))
 
         run.__signature__ = self._spelling.signature  # type: ignore[attr-defined]
+        return run
+
+    def _shapes_only(self, fake: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns ``fake``, which refuses to give memory that nobody has written as the result of numbers and of a
+        tensor on the meta device."""
+        on_meta = lambda t: t.device.type == "meta"
+
+        def run(*args: Any) -> Any:
+            results = fake(*args)
+            if any(map(on_meta, tensors(args))) and not all(map(on_meta, tensors((results,)))):
+                raise ValueError(
+                    f"{self.name}: all tensors must have numbers, or none, got one on the meta device beside others;"
+                    " a module that was made there is given its own by to_empty and tpfuse.init_weights"
+                )
+            return results
+
         return run
 
     def _cuda(self, *args: Any) -> Any:
