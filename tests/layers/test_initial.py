@@ -159,3 +159,19 @@ def test_a_module_without_reset_parameters():
     with pytest.raises(ValueError, match="init_weights: Module bare has scale of its own and no reset_parameters"):
         init_weights(module, seed=0)
     assert_equal(dict(module.named_parameters()), dict(before.named_parameters()))
+
+
+def test_a_layer_with_a_parameter_that_no_spec_describes():
+    class Scaled(ColumnParallelLinear):
+        def __init__(self):
+            super().__init__(2, 2)
+            self.scale = torch.nn.Parameter(torch.ones(2))
+
+    class Reset(Scaled):
+        def reset_parameters(self):
+            super().reset_parameters()
+            torch.nn.init.ones_(self.scale)
+
+    with pytest.raises(ValueError, match="init_weights: Scaled 0 has scale of its own and no reset_parameters"):
+        init_weights(torch.nn.Sequential(Scaled()), seed=0)
+    assert torch.equal(init_weights(on_meta(Reset), seed=0).scale, torch.ones(2))

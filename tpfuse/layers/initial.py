@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from .module import ParallelModule, initialize
+from .shards import owned
 
 
 @torch.no_grad()
@@ -40,6 +41,11 @@ def _is_model(module: nn.Module) -> bool:
     return hasattr(module, "init_weights") and hasattr(module, "seed")
 
 
+def _no_reset(module: nn.Module, path: str, names: list[str]) -> ValueError:
+    label = f"{type(module).__name__} {path.removesuffix('.')}".strip()
+    return ValueError(f"init_weights: {label} has {', '.join(names)} of its own and no reset_parameters")
+
+
 def _resets(module: nn.Module, path: str, seed: int) -> Iterator[Any]:
     """Yields what fills the module's parameters, parts first, as constructors do."""
     if _is_model(module):
@@ -49,12 +55,14 @@ def _resets(module: nn.Module, path: str, seed: int) -> Iterator[Any]:
         yield from _resets(part, f"{path}{name}.", seed)
     names = [name for name, _ in module.named_parameters(recurse=False)]
     if isinstance(module, ParallelModule):
+        covered = {name for name, *_ in owned(module)}
+        if type(module).reset_parameters is ParallelModule.reset_parameters and not covered.issuperset(names):
+            raise _no_reset(module, path, [name for name in names if name not in covered])
         yield module.reset_parameters if module._draws or not names else lambda: initialize(module, seed, prefix=path)
     elif names:
         reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
         if reset is None:
-            label = f"{type(module).__name__} {path.removesuffix('.')}".strip()
-            raise ValueError(f"init_weights: {label} has {', '.join(names)} of its own and no reset_parameters")
+            raise _no_reset(module, path, names)
         yield reset
 
 
