@@ -126,7 +126,7 @@ def test_other_rows_are_seen(ranks, saved):
 def curvature_of(groups):
     """Of a weight [2, 3]."""
     placement = SplitParameter(Spec((2, 3), None, None), TensorParallel())
-    return Curvature("weight", placement, groups, Moment(), weight=torch.zeros(2, 3))
+    return Curvature("weight", placement, groups, Moment(lambda: 1), weight=torch.zeros(2, 3))
 
 
 def matrices():

@@ -4,14 +4,15 @@
 
 The n rows are the tokens of all micro-batches and replicas whose gradient is not zero, so that padding counts nowhere.
 g = n dy is the gradient of one row's loss, where the loss is a mean over rows: the empirical Fisher (PipeFisher, Osawa
-et al. 2022, arXiv:2211.14133), which takes the labels of the data.
+et al. 2022, arXiv:2211.14133), which takes the labels of the data.  Where the gradient is the mean of those of L
+losses, as of L replicas, dy is that of one of these, and g = n dy / L.
 
 Each rank adds the products of its own rows, at any split, so that memory and time are divided by the tensor-parallel
 size; whole factors are sums over ranks, made when they are inverted.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -72,10 +73,11 @@ class Moment:
     """When matrices are taken, the same for all weights.
 
     ``group``: of the optimizer, with the numbers ``steps`` and ``refresh``.  ``pipeline``: the one whose bubbles have
-    the work, if any.
+    the work, if any.  ``losses``: of how many losses a step's gradient is the mean.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, losses: Callable[[], int]) -> None:
+        self.losses = losses
         self.group: Mapping[str, Any] = {}
         self.pipeline: Pipeline | None = None
 
@@ -202,7 +204,7 @@ class Curvature:
         for group in self.groups:
             dist.all_reduce(message, group=group)
         gram, rows = message[:-1].view_as(gram), message[-1]
-        sample = gram / rows if side == INPUT else gram * rows
+        sample = gram / rows if side == INPUT else gram * rows / self.moment.losses() ** 2
         if math.isfinite(scale := sample.trace().item()) and scale > 0:
             mean = torch.lerp(sample, state[side], decay) if side in state else sample
             state[side], state[f"{side}_inverse"] = mean, inverse(mean, damping)

@@ -1,6 +1,7 @@
 """KFAC: gradients of linear layers' weights times the inverses of two factors of their curvature."""
 
 import functools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -16,7 +17,9 @@ from ...kernels.runtime.op import acc_dtype
 from ...kernels.runtime.rules import NOT_NEGATIVE, POSITIVE, check_rules, integer, listed, number, quoted
 from ...layers.linear import ColumnProjection, RowParallelLinear
 from ...layers.module import local
+from ...models.model import staged_in
 from ...pipeline import Filling, Work
+from ...pipeline.trees import micro_batches_of
 from ...ranks.agreement import Header, agree_over, agreement_of
 from ...ranks.groups import process_group
 from ...ranks.messages import gather, together
@@ -91,7 +94,7 @@ class KFAC(torch.optim.Optimizer):
         agree_over([*self._axes.items()], numbers)
         self.matrices = WholeMatrices(model, only=weights)
         check_copies(model, self.matrices)
-        self._moment = Moment()
+        self._moment = Moment(functools.partial(_losses, weakref.ref(model), replicas))
         self._curvature: dict[nn.Parameter, Curvature] = {}
         for name, (p, placement, matrix) in self.matrices.sources.items():
             check(captured_by(p) is None, f"KFAC: {name} has a KFAC already")
@@ -249,6 +252,15 @@ def weights_of(model: nn.Module) -> list[nn.Parameter]:
             ]
     check(len(weights) > 0, f"KFAC: {type(model).__name__} has no weight of a parallel linear layer to train")
     return weights
+
+
+def _losses(reference: "weakref.ref[nn.Module]", replicas: dist.ProcessGroup | None) -> int:
+    """Returns of how many losses a step's gradient is the mean: of those of replicas, or of the micro-batches of a
+    tree; a pipeline's step has one over all."""
+    model = reference()
+    if model is None or staged_in(model) is not None:
+        return 1
+    return micro_batches_of(model) or (1 if replicas is None else replicas.size())
 
 
 def _axes_of(model: nn.Module, replicas: dist.ProcessGroup | None) -> dict[dist.ProcessGroup, Header]:
