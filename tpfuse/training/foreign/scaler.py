@@ -1,5 +1,6 @@
 """torch.amp.GradScaler: an infinity in one rank's slice is one on every rank of its tensor-parallel group, so that all
-take a step or none does, and their scales stay equal."""
+take a step or none does, and their scales stay equal.  Of whole matrices the gradients of the slices are unscaled too,
+which are clipped, and gathered again at a step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ...layers.module import local
+from ..originals import original_of
 from .known import split_parameters
 from .norm import over_groups
 
@@ -19,11 +22,15 @@ def unscale(original: Callable[..., _Flags], scaler: Any, optimizer: Optimizer, 
     """Stands in the place of GradScaler._unscale_grads_, through which go both unscale_ and the check of optimizers
     that unscale by themselves (fused ones)."""
     flags = original(scaler, optimizer, *args, **kwargs)
+    for matrix in (p for group in optimizer.param_groups for p in group["params"]):
+        whole, slices = matrix.grad, original_of(matrix).grad
+        if whole is not None and slices is not None and local(whole).data_ptr() != local(slices).data_ptr():
+            slices.mul_(args[0].to(slices.device, non_blocking=True))
     groups = _groups(optimizer)
     if groups and flags:
         device = next(iter(flags))
-        local = torch.stack([x.to(device, non_blocking=True) for x in flags.values()]).amax(0)
-        anywhere = over_groups(local, groups, lambda x: x.amax(0))
+        mine = torch.stack([x.to(device, non_blocking=True) for x in flags.values()]).amax(0)
+        anywhere = over_groups(mine, groups, lambda x: x.amax(0))
         for x in flags.values():
             x.copy_(anywhere, non_blocking=True)
     return flags
