@@ -172,6 +172,44 @@ def test_factors_keep_their_dtype(ranks, tmp_path):
     assert ranks(2, of_sixteen_bits, tmp_path) == [4 * GATED.num_layers] * 2
 
 
+def of_dtype(kind, dtype, with_main):
+    with default_dtype(dtype):
+        model = GPT(GATED)
+    return model, MainGrad(model) if with_main else None, OPTIMIZERS[kind](model)
+
+
+def stepped_once(model, main, optimizers):
+    """-> what the optimizers have of each weight."""
+    model(**batch(GATED, size=4), step=0).loss.backward()
+    if main is not None:
+        main.reduce()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    states = enumerate(state for optimizer in optimizers for state in optimizer.state.values())
+    return {f"{i}.{key}": x.clone() for i, state in states for key, x in state.items()}
+
+
+BF16, WITH_MAIN = (torch.bfloat16, False), (torch.bfloat16, True)
+
+
+@pytest.mark.filterwarnings("ignore:load_checkpoint. training goes on")
+@pytest.mark.parametrize("before, after", [((F64, False), (torch.float32, False)), (BF16, WITH_MAIN), (WITH_MAIN, BF16)])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_training_goes_on_in_another_dtype(tmp_path, kind, before, after):
+    """The state is in the dtypes that a run has which began in that dtype."""
+    first, second = of_dtype(kind, *before), of_dtype(kind, *after)
+    saved = stepped_once(*first)
+    save_checkpoint(tmp_path, first[0], first[2], step=1)
+    dtypes = {key: x.dtype for key, x in stepped_once(*second).items()}
+    assert load_checkpoint(tmp_path, second[0], second[2]) == (1, None)
+    states = enumerate(state for optimizer in second[2] for state in optimizer.state.values())
+    loaded = {f"{i}.{key}": x for i, state in states for key, x in state.items()}
+    assert {key: x.dtype for key, x in loaded.items()} == dtypes
+    assert max(error(x.double(), saved[key].double()) for key, x in loaded.items()) < 1e-2
+    assert all(x.isfinite().all() for x in stepped_once(*second).values())
+
+
 def drifted(world, folder):
     """An element of a factor, of which every rank has the whole, is another on one rank."""
     run = Run(world, TP2, "kfac")
