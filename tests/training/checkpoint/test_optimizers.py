@@ -190,11 +190,11 @@ def stepped_once(model, main, optimizers):
     return {f"{i}.{key}": x.clone() for i, state in states for key, x in state.items()}
 
 
-BF16, WITH_MAIN = (torch.bfloat16, False), (torch.bfloat16, True)
+F32, BF16, WITH_MAIN = (torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)
 
 
 @pytest.mark.filterwarnings("ignore:load_checkpoint. training goes on")
-@pytest.mark.parametrize("before, after", [((F64, False), (torch.float32, False)), (BF16, WITH_MAIN), (WITH_MAIN, BF16)])
+@pytest.mark.parametrize("before, after", [((F64, False), F32), (BF16, WITH_MAIN), (WITH_MAIN, BF16)])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_training_goes_on_in_another_dtype(tmp_path, kind, before, after):
     """The state is in the dtypes that a run has which began in that dtype."""
