@@ -76,9 +76,10 @@ class Owner(NamedTuple):
     def dtype_of(self, key: str, stored: torch.dtype, stepped_on: torch.dtype) -> torch.dtype:
         """Returns the dtype of the optimizer's ``key``, which was ``stored`` beside a weight of the dtype
         ``stepped_on``: where that was the weight's, the present one's, as in torch's ``load_state_dict``."""
-        wide = getattr(self.optimizer, "local_state", False)  # a KFAC's is fp32 of 16-bit weights
-        before, now = (torch.promote_types(x, torch.float32) if wide else x for x in (stepped_on, self.weight.dtype))
-        return now if stored == before and key not in (MAIN, "step") else stored
+        keeps_fp32 = getattr(self.optimizer, "local_state", False)  # a KFAC's is fp32 of 16-bit weights
+        dtypes = stepped_on, self.weight.dtype
+        former, present = (torch.promote_types(x, torch.float32) if keeps_fp32 else x for x in dtypes)
+        return present if stored == former and key not in (MAIN, "step") else stored
 
 
 Owners = Mapping[nn.Parameter, Owner]  # by what is stepped on, or by the parameter that a matrix is of
@@ -302,12 +303,12 @@ def fresh(path: Path, entries: Entries, stored: Stock, owners: Owners) -> dict[s
             keys.setdefault(parameter_of(stored_key), []).append(stored_key)
     for name, template in _model_pieces(entries).items():
         pieces[f"model.{name}"] = _empty(template, template.name, entries[name][0].dtype)
-        owner, own = owners.get(stepped(entries[name][0])), template.name.removeprefix(MODEL)
-        for stored_key in keys.get(own, ()):
+        owner, parameter = owners.get(stepped(entries[name][0])), template.name.removeprefix(MODEL)
+        for stored_key in keys.get(parameter, ()):
             key = stored_key.rpartition(".")[2]
             dtype, shape = stored[stored_key]
             if owner is not None and not stored_key.startswith(NUMBER):
-                weight = stored.get(f"{_TENSOR}{own}.{MAIN}", stored[template.name])
+                weight = stored.get(f"{_TENSOR}{parameter}.{MAIN}", stored[template.name])
                 dtype = owner.dtype_of(key, dtype, weight[0])
             if owner is not None and owner.keeps_whole(key):
                 pieces[f"optimizer.{name}.{key}"] = full_piece(stored_key, torch.empty(shape, dtype=dtype))

@@ -22,15 +22,15 @@ def unscale(original: Callable[..., _Flags], scaler: Any, optimizer: Optimizer, 
     """Stands in the place of GradScaler._unscale_grads_, through which go both unscale_ and the check of optimizers
     that unscale by themselves (fused ones)."""
     flags = original(scaler, optimizer, *args, **kwargs)
-    for matrix in (p for group in optimizer.param_groups for p in group["params"]):
-        whole, slices = matrix.grad, original_of(matrix).grad
-        if whole is not None and slices is not None and local(whole).data_ptr() != local(slices).data_ptr():
+    for matrix in (p for group in optimizer.param_groups for p in group["params"] if original_of(p) is not p):
+        gradient, slices = matrix.grad, original_of(matrix).grad
+        if gradient is not None and slices is not None and local(gradient).data_ptr() != slices.data_ptr():
             slices.mul_(args[0].to(slices.device, non_blocking=True))
     groups = _groups(optimizer)
     if groups and flags:
         device = next(iter(flags))
-        mine = torch.stack([x.to(device, non_blocking=True) for x in flags.values()]).amax(0)
-        anywhere = over_groups(mine, groups, lambda x: x.amax(0))
+        flag = torch.stack([x.to(device, non_blocking=True) for x in flags.values()]).amax(0)
+        anywhere = over_groups(flag, groups, lambda x: x.amax(0))
         for x in flags.values():
             x.copy_(anywhere, non_blocking=True)
     return flags
