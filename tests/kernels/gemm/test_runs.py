@@ -5,7 +5,7 @@ import torch
 
 from tpfuse.kernels.gemm.activation import GATED, PLAIN, width
 from tpfuse.kernels.gemm.op import activation_bwd, activation_fwd
-from tpfuse.kernels.gemm.runs import VECTORS, apart, store_pairs
+from tpfuse.kernels.gemm.runs import VECTORS, apart, in_runs, store_pairs
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32, torch.float64
 SPECIAL = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-40, -1.5, 3.0]
@@ -26,10 +26,9 @@ def at(offset, n, dtype):
 @pytest.mark.parametrize("offset", [0, 1, 2])
 def test_pairs_keep_their_bits(dtype, offset):
     z = at(offset, 132, dtype).view(3, 44)
-    gate, up = apart(z)
-    wide = z.float() if dtype.itemsize < 4 else z
-    assert len(gate) % VECTORS == 0 and not gate[66:].any()
-    gate = gate[:66].view(3, 22)
+    (((gate, padded), place), *_), *_ = in_runs(2, z)
+    up, wide = apart(z, gate, place.rows), z.float() if dtype.itemsize < 4 else z
+    assert len(padded) % VECTORS == 0 and not padded[66:].any() and torch.equal(bits(padded[:66]), bits(gate).flatten())
     assert torch.equal(bits(gate), bits(wide[:, ::2])) and torch.equal(bits(up), bits(wide[:, 1::2]))
     for place in (torch.empty_like(z), torch.empty(1 + z.numel(), dtype=dtype)[1:].view(3, 44)):
         store_pairs(gate.clone(), up.clone(), place)

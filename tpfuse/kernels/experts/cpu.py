@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..gemm.runs import gradient_of, value_of
+from ..gemm.runs import gated_gradient, in_runs, multiply, value_of, widened
 from ..runtime import matmul
 from ..runtime.op import acc_dtype, launched, row_blocks
 from .products import ALIGNED, Product, halves, times_transposed
@@ -95,13 +95,14 @@ def experts_dact_cpu(
         return experts_dact_ref(dy, rows, w2, z, weights=weights, activation=activation)
     _multiply(_times, ordered, w2, offsets=rows.offsets, y=da)
     dz, dg = z.new_empty(len(z), 2 * w2.shape[2]), z.new_empty(len(z), dtype=acc)
-    for i, j in row_blocks(*da.shape):
-        g, da_rows = weights[i:j, None].to(acc), da[i:j].to(acc)
-        d = (da_rows * g).to(z.dtype)
-        _, a = gradient_of(d, z[i:j], activation, rebuild=True, dz=dz[i:j])
-        a = a.to(acc)
-        torch.sum(da_rows * a, -1, out=dg[i:j])
-        torch.mul(a, g, out=da[i:j])
+    runs = in_runs(6, z, (da, dz, dg, weights.to(acc)[:, None]))
+    for ((x, _), (d, _), (product, _), *rooms), z_rows, (da_rows, dz_rows, dg_rows, g) in runs:
+        x.copy_(da_rows)
+        d = widened(torch.mul(x, g, out=d).to(z.dtype), d)
+        gated_gradient(d, z_rows, activation, rooms=rooms, dz=dz_rows, y=da_rows)
+        a = widened(da_rows, d)
+        torch.sum(x.mul_(a), -1, out=dg_rows)
+        multiply(a, g, da_rows, product)
     return dz, da, dg
 
 

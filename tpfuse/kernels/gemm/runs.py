@@ -9,9 +9,11 @@ together, as words of two numbers: torch's loops are vectorised on words, and no
 number is the upper half of the fp32 number that it widens to, and a pair of fp32 numbers is a complex one.
 """
 
+import itertools
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,9 +34,9 @@ def value_of(z: Tensor, activation: str, y: Tensor | None = None) -> Tensor:
         return _in_place_of(y, _cut(ACTIVATIONS[activation].forward(_whole_vectors(z)), z))
     act = ACTIVATIONS[GATED[activation]]
     y = z.new_empty(len(z), z.shape[1:].numel() // 2) if y is None else y
-    for rows in _runs(*y.shape):
-        gate, up = apart(z[rows])
-        torch.mul(_unpadded(act.forward(gate), up), up, out=y[rows])
+    for (gate, up), z_rows, (y_rows,) in in_runs(2, z, (y,)):
+        ups = apart(z_rows, gate.rows, up.rows)
+        multiply(_unpadded(act.forward(gate.padded), ups), ups, y_rows, up.rows)
     return y
 
 
@@ -48,16 +50,9 @@ def gradient_of(
         flat, plain = _whole_vectors(z), ACTIVATIONS[activation]
         dz = _in_place_of(dz, _cut(plain.backward(_whole_vectors(dy), flat), z))
         return dz, y.copy_(_cut(plain.forward(flat), z)) if rebuild else y
-    act = ACTIVATIONS[GATED[activation]]
     dz = z.new_empty(len(z), 2 * dy.shape[1]) if dz is None else dz
-    for rows in _runs(*dy.shape):
-        gate, up = apart(z[rows])
-        dy_run, a = dy[rows].to(acc_dtype(z)), _unpadded(act.forward(gate), up)
-        if rebuild:
-            torch.mul(a, up, out=y[rows])
-        padded, da = _padded(up.shape, z)
-        torch.mul(dy_run, up, out=da)
-        store_pairs(_unpadded(act.backward(padded, gate), up), a.mul_(dy_run), dz[rows])
+    for (room, *rooms), z_rows, (dy_rows, dz_rows, y_rows) in in_runs(4, z, (dy, dz, y if rebuild else None)):
+        gated_gradient(widened(dy_rows, room.rows), z_rows, activation, rooms=rooms, dz=dz_rows, y=y_rows)
     return dz, y
 
 
@@ -85,24 +80,56 @@ def _in_place_of(place: Tensor | None, x: Tensor) -> Tensor:
 # ---- gated, run by run, in fp32 ----
 
 
-def _runs(rows: int, columns: int) -> Iterator[slice]:
-    """Yields slices of rows, of about RUN elements together, or of one row; none where there is no element."""
-    threads = torch.get_num_threads()
-    step = max(RUN // max(columns, 1) // threads * threads, 1)
-    return (slice(i, i + step) for i in range(0, rows if columns else 0, step))
+class Room(NamedTuple):
+    """Memory for a run of rows in fp32 (fp64 of fp64): ``rows`` [m, N], and ``padded``, the same or flat with zeros
+    behind, which is whole vectors."""
+
+    rows: Tensor
+    padded: Tensor
 
 
-def _padded(shape: torch.Size, z: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns new memory of whole vectors in fp32 (fp64 of fp64), [m, N] or flat with zeros behind, and its begin in
-    ``shape``, which is [m, N]."""
+def in_runs(
+    count: int, z: Tensor, others: Sequence[Tensor | None] = ()
+) -> Iterator[tuple[list[Room], Tensor, tuple[Any, ...]]]:
+    """Yields z and the others by runs of rows, of about RUN elements of act(z) together or of one row, behind ``count``
+    rooms, whose memory is the same in each run and stays in a core's cache.  None stays None."""
+    threads, columns = torch.get_num_threads(), z.shape[1:].numel() // 2
+    if not z.numel():
+        return
+    step = max(RUN // columns // threads * threads, 1)
+    pieces = zip(*(itertools.repeat(None) if t is None else t.split(step) for t in others), strict=False)
+    rooms: list[Room] = []
+    for z_rows, rows in zip(z.split(step), pieces if others else itertools.repeat(()), strict=False):
+        shape = torch.Size((z_rows.shape[0], columns))
+        if not rooms or rooms[0].rows.shape != shape:
+            rooms = [_room(shape, z) for _ in range(count)]
+        yield rooms, z_rows, rows
+
+
+def gated_gradient(
+    dy: Tensor, z: Tensor, activation: str, *, rooms: Sequence[Room], dz: Tensor, y: Tensor | None
+) -> None:
+    """dy [m, N] in fp32, z [m, 2N] or [m, 2, N] -> the gradient of z, in pairs, in ``dz`` [m, 2N], and act(gate) up in
+    ``y`` [m, N] unless that is None, of one run and with three of its rooms."""
+    act, (gate, up, product) = ACTIVATIONS[GATED[activation]], rooms
+    ups = apart(z, gate.rows, up.rows)
+    a = _unpadded(act.forward(gate.padded), ups)
+    if y is not None:
+        multiply(a, ups, y, product.rows)
+    torch.mul(dy, ups, out=product.rows)
+    dgate = _unpadded(act.backward(product.padded, gate.padded), ups)
+    store_pairs(dgate, a.mul_(dy), dz)
+
+
+def _room(shape: torch.Size, z: Tensor) -> Room:
     n, dtype = shape.numel(), acc_dtype(z)
     missing = -n % (VECTORS * torch.get_num_threads())  # gelu gives all threads a share
     if not missing:
-        room = z.new_empty(shape, dtype=dtype)
-        return room, room
-    flat = z.new_empty(n + missing, dtype=dtype)
-    flat[n:] = 0
-    return flat, flat[:n].view(shape)
+        rows = z.new_empty(shape, dtype=dtype)
+        return Room(rows, rows)
+    padded = z.new_empty(n + missing, dtype=dtype)
+    padded[n:] = 0
+    return Room(padded[:n].view(shape), padded)
 
 
 def _unpadded(padded: Tensor, model: Tensor) -> Tensor:
@@ -110,18 +137,29 @@ def _unpadded(padded: Tensor, model: Tensor) -> Tensor:
     return padded if padded.dim() == 2 else padded[: model.numel()].view(model.shape)
 
 
-def apart(z: Tensor) -> tuple[Tensor, Tensor]:
-    """z [m, 2N] or [m, 2, N] -> gate and up [m, N] in fp32 (fp64 of fp64): gate in memory of whole vectors, up perhaps
-    in z's own.
+def widened(x: Tensor, place: Tensor) -> Tensor:
+    """Returns x in the dtype of ``place``: x itself, or there."""
+    return x if x.dtype == place.dtype else place.copy_(x)
+
+
+def multiply(a: Tensor, b: Tensor, place: Tensor, product: Tensor) -> None:
+    """Writes a b, in fp32, to ``place``, and may overwrite ``product``, of that shape in fp32: torch multiplies and
+    rounds faster in two passes than in one."""
+    if place.dtype == a.dtype:
+        torch.mul(a, b, out=place)
+    else:
+        place.copy_(torch.mul(a, b, out=product))
+
+
+def apart(z: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    """z [m, 2N] or [m, 2, N] -> gate [m, N], written to its place in fp32 (fp64 of fp64); returns up, written there or,
+    in halves of that dtype, where it lies.
 
     Gate is copied in any case, because torch computes gelu in another way where memory is not contiguous.
     """
     if z.dim() == 3:
-        padded, gate = _padded(z[:, 0].shape, z)
         gate.copy_(z[:, 0])
-        return padded, z[:, 1].to(gate.dtype)
-    padded, gate = _padded(torch.Size((len(z), z.shape[1] // 2)), z)
-    up = torch.empty_like(gate)
+        return widened(z[:, 1], up)
     by_word = _LITTLE and z.storage_offset() % 2 == 0
     if by_word and z.dtype == torch.bfloat16:
         pairs = z.view(torch.int32)
@@ -134,7 +172,7 @@ def apart(z: Tensor) -> tuple[Tensor, Tensor]:
     else:
         gate.copy_(z[:, ::2])
         up.copy_(z[:, 1::2])
-    return padded, up
+    return up
 
 
 def store_pairs(gate: Tensor, up: Tensor, place: Tensor) -> None:
