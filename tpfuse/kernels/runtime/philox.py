@@ -8,12 +8,13 @@ element's place in the whole tensor.
     sample  c = (position, 65535 << 16 | draw, token id // 4, sample);  word id % 4, as (word + 1/2) / 2^32
     weight  c = (flat // 2 lo, flat // 2 hi, crc32(name), 0), step -1;  Box-Muller in fp64, even index cos, odd sin
 
-Three twins, bit-equal: torch (masks on any device), numpy (weights, on the host), Triton (device functions).  Row and
-column words stay apart for two rounds, so these run on vectors.  These formats are stored in every checkpoint and
-never change.
+Three twins, bit-equal: torch (masks on any device), numpy (weights, and small masks of a CPU), Triton (device
+functions).  Row and column words stay apart for two rounds, so these run on vectors.  These formats are stored in every
+checkpoint and never change.
 """
 
 import functools
+import math
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -28,6 +29,8 @@ from .triton import tl, triton
 
 ROUNDS = 7
 _A, _B, _W0, _W1, _LO = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85, 0xFFFFFFFF
+_FACTOR_A, _FACTOR_B, _LOW, _HALF = np.uint64(_A), np.uint64(_B), np.uint64(_LO), np.uint64(32)
+SHARE = 1 << 15  # elements: torch starts no thread for fewer
 SAMPLING_SITE = 65535  # which no mask has
 _SITE = limited("lie in 0 to 65534", lambda v: 0 <= v < SAMPLING_SITE, integer=True)
 _FLIP = -0x7FFF7FFF7FFF8000  # 0x8000 in every 16-bit lane: turns an unsigned comparison into a signed one
@@ -245,14 +248,37 @@ def keep(
     """Returns 0 or 1 of shape [..., columns] in ``dtype``.  Words are int64 tensors [..., 1] that broadcast; columns
     count from ``first``."""
     block = torch.arange(first // 8, -(-(first + columns) // 8), device=position.device)
-    c0, c1, c2, c3 = _philox((position & _LO, site_head & _LO, block, sample & _LO), key, ROUNDS)
+    counter = position & _LO, site_head & _LO, block, sample & _LO
+    packed = _packed_on_host(counter, key) if _is_small(counter) else _packed(counter, key)
+    lanes = packed.view(torch.int16).flatten(-2)[..., first % 8 : first % 8 + columns]
+    out = torch.empty(lanes.shape, dtype=dtype, device=lanes.device) if out is None else out
+    return torch.ge(lanes, threshold(p) - 32768, out=out)
+
+
+def _is_small(counter: Words) -> bool:
+    """Returns whether numpy computes the words, faster than torch does on the one or two threads that it would use."""
+    count = math.prod(np.broadcast_shapes(*(word.shape for word in counter)))
+    return counter[0].is_cpu and 0 < count and (count < SHARE or torch.get_num_threads() <= 2)
+
+
+def _packed(counter: Words, key: Sequence[int]) -> Tensor:
+    """Returns int64 [.., 2]: the counters' four words of two lanes each, for signed comparisons."""
+    c0, c1, c2, c3 = _philox(counter, key, ROUNDS)
     packed = torch.empty(*c0.shape, 2, dtype=torch.int64, device=c0.device)
     torch.bitwise_or(c0, c1.bitwise_left_shift_(32), out=packed[..., 0])
     torch.bitwise_or(c2, c3.bitwise_left_shift_(32), out=packed[..., 1])
     packed ^= _FLIP
-    lanes = packed.view(torch.int16).flatten(-2)[..., first % 8 : first % 8 + columns]
-    out = torch.empty(lanes.shape, dtype=dtype, device=lanes.device) if out is None else out
-    return torch.ge(lanes, threshold(p) - 32768, out=out)
+    return packed
+
+
+def _packed_on_host(counter: Words, key: Sequence[int]) -> Tensor:
+    """Does what :func:`_packed` does, by numpy."""
+    c0, c1, c2, c3 = _rounds_numpy([word.numpy().view(np.uint64) for word in counter], key, ROUNDS)
+    packed = np.empty((*c0.shape, 2), np.uint64)
+    np.bitwise_or(c0, np.left_shift(c1, _HALF, out=c1), out=packed[..., 0])
+    np.bitwise_or(c2, np.left_shift(c3, _HALF, out=c3), out=packed[..., 1])
+    packed ^= np.uint64(_FLIP & 0xFFFFFFFFFFFFFFFF)
+    return torch.from_numpy(packed.view(np.int64))
 
 
 def keep_rows(mask: Mask, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -291,11 +317,28 @@ def uniform(rng: Tensor, position: Tensor, sample: Tensor, vocab: int, *, draw: 
 
 def philox_numpy(counter: Sequence[Any], key: Sequence[int], rounds: int = ROUNDS) -> tuple[np.ndarray, ...]:
     """Does what :func:`philox` does, on uint64 arrays holding 32-bit words."""
-    lo, half = np.uint64(_LO), np.uint64(32)
-    (c0, c1, c2, c3), (k0, k1) = (np.asarray(word, np.uint64) for word in counter), key
-    for _ in range(rounds):
-        a, b = c0 * np.uint64(_A), c2 * np.uint64(_B)
-        c0, c1, c2, c3 = (b >> half) ^ c1 ^ np.uint64(k0), b & lo, (a >> half) ^ c3 ^ np.uint64(k1), a & lo
+    c0, c1, c2, c3 = _rounds_numpy([np.asarray(word, np.uint64) for word in counter], key, rounds)
+    return c0, c1 & _LOW, c2, c3 & _LOW
+
+
+def _rounds_numpy(counter: Sequence[np.ndarray], key: Sequence[int], rounds: int) -> tuple[np.ndarray, ...]:
+    """Does what :func:`_philox` does; once the words have their last shape they are computed in memory of their own."""
+    (c0, c1, c2, c3), (k0, k1) = counter, key
+    shape = np.broadcast_shapes(*(word.shape for word in counter))
+    place_a = place_b = None
+    for i in range(rounds):
+        a, b = np.multiply(c0, _FACTOR_A, out=place_a), np.multiply(c2, _FACTOR_B, out=place_b)
+        if i and shape and c0.shape == c2.shape == shape:
+            np.bitwise_xor(np.right_shift(b, _HALF, out=c0), c1, out=c0)
+            np.bitwise_xor(np.right_shift(a, _HALF, out=c2), c3, out=c2)
+            place_a, place_b = (c1, c3) if c1.shape == c3.shape == shape else (None, None)
+        else:
+            c0, c2 = (b >> _HALF) ^ c1, (a >> _HALF) ^ c3
+        c0 ^= np.uint64(k0)
+        c2 ^= np.uint64(k1)
+        c0 &= _LOW
+        c2 &= _LOW
+        c1, c3 = b, a
         k0, k1 = (k0 + _W0) & _LO, (k1 + _W1) & _LO
     return c0, c1, c2, c3
 
