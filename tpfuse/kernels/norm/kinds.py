@@ -59,8 +59,8 @@ def normalize(x: Tensor, norm: NormVectors) -> tuple[Tensor, Tensor, Tensor]:
         y, mean, rstd = aten.native_layer_norm.default(xf, [x.shape[1]], gamma, beta, eps=norm.eps)
         return y, mean.view(-1), rstd.view(-1)
     rstd = torch.rsqrt(xf.square().mean(-1) + norm.eps)
-    y = xf * rstd[:, None] * gamma
-    return y if beta is None else y + beta, rstd.new_empty(0), rstd
+    y = (xf * rstd[:, None]).mul_(gamma)
+    return y if beta is None else y.add_(beta), rstd.new_empty(0), rstd
 
 
 def normalize_backward(d: Tensor, saved: Saved, has_beta: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,7 +77,9 @@ def normalize_backward(d: Tensor, saved: Saved, has_beta: bool) -> tuple[Tensor,
         )
     else:
         x_hat, dg = xf * rstd, d * g
-        dx = rstd * (dg - x_hat * (dg * x_hat).mean(-1, keepdim=True))
-        dgamma, dbeta = (d * x_hat).sum(0), d.sum(0) if has_beta else None
+        product = dg * x_hat
+        mean = product.mean(-1, keepdim=True)
+        dgamma, dbeta = torch.mul(d, x_hat, out=product).sum(0), d.sum(0) if has_beta else None
+        dx = dg.sub_(x_hat.mul_(mean)).mul_(rstd)
     dbeta = in_dtype(dbeta, gamma.dtype) if has_beta else gamma.new_empty(0)
     return dx, in_dtype(dgamma, gamma.dtype), dbeta
