@@ -17,9 +17,9 @@ from tests.common import make_tp
 from tests.models.common import GPT_CONFIG, default_dtype
 from tests.models.families.test_llama_like import config_of
 from tests.models.generation.test_generate import prompts
-from tpfuse.kernels.runtime.philox import make_rng, philox_numpy, uniform
+from tpfuse.kernels.runtime.philox import make_rng, philox_numpy, uniform, uniform_of
 from tpfuse.models import GPT
-from tpfuse.models.generation.sampling import Chooser, Sampling, keep_likely
+from tpfuse.models.generation.sampling import Chooser, Noise, Sampling, keep_likely
 
 transformers.utils.logging.disable_progress_bar()
 CONFIGS = {"gpt2": GPT_CONFIG, **{name: config_of(name, 2) for name in ("llama", "mistral", "qwen2", "qwen3")}}
@@ -66,6 +66,27 @@ def test_uniform_numbers_are_the_format():
         for token in (0, 1, 2, 3, 4, 50, 96):
             word = philox_numpy((place, 65535 << 16, token // 4, sample), (k0, k1))[token % 4]
             assert got[i, token] == (float(word) + 0.5) / 2**32
+    row, token, draw = torch.tensor([0, 1, 1, 1]), torch.tensor([3, 0, 50, 96]), torch.tensor([0, 0, 0, 0])
+    where = torch.tensor([5, 9])[row], torch.tensor([0, 4])[row], token
+    assert torch.equal(uniform_of(rng, *where, draw=draw), got[row, token])
+    draw = torch.tensor([0, 0, 2, 0])
+    other = uniform(rng, torch.tensor([9]), torch.tensor([4]), 97, draw=torch.tensor([2]))
+    assert uniform_of(rng, *where, draw=draw)[2] == other[0, 50] != got[1, 50]
+
+
+@pytest.mark.parametrize("count", [3, 40])
+def test_what_may_not_be_drawn_needs_no_number(count):
+    """Few of a vocabulary or most of it: the scores that may be chosen have the same noise."""
+    scores = torch.randn(4, 97)
+    likely = scores.masked_fill(scores < scores.topk(count).values[:, -1:], -torch.inf)
+    likely[2, 5] = torch.nan
+    noise, position = Noise(3, torch.zeros(4, 1)), torch.tensor([7, 7, 8, 2])
+    whole, some = noise.added(scores, position), noise.added(likely, position)
+    is_likely = likely.isfinite()
+    torch.testing.assert_close(some[is_likely], whole[is_likely], rtol=1e-14, atol=0)
+    assert (
+        some[2, 5].isnan() and (some[~is_likely & ~likely.isnan()] == -torch.inf).all() and some.dtype == torch.float64
+    )
 
 
 def test_the_frequencies_are_the_probabilities():

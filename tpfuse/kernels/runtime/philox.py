@@ -202,6 +202,10 @@ def philox(counter: Words, key: Sequence[int], rounds: int = ROUNDS) -> Words:
 
 def _philox(counter: Words, key: Sequence[int], rounds: int) -> Words:
     """Does the same, but leaves other bits in the high halves of c1 and c3."""
+    if _is_small(counter):
+        words = _rounds_numpy([word.numpy().view(np.uint64) for word in counter], key, rounds)
+        c0, c1, c2, c3 = (torch.from_numpy(np.asarray(word).view(np.int64)) for word in words)
+        return c0, c1, c2, c3
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for i in range(rounds):
         a, b = c0 * _A, c2 * _B  # int64 wraps, and the low 64 bits are right
@@ -217,6 +221,12 @@ def _philox(counter: Words, key: Sequence[int], rounds: int) -> Words:
         c1, c3 = b, a  # their high halves meet only xors above, and are cleared there
         k0, k1 = (k0 + _W0) & _LO, (k1 + _W1) & _LO
     return c0, c1, c2, c3
+
+
+def _is_small(counter: Words) -> bool:
+    """Returns whether numpy computes the words, faster than torch does on the one or two threads that it would use."""
+    count = math.prod(np.broadcast_shapes(*(word.shape for word in counter)))
+    return counter[0].is_cpu and 0 < count and (count < SHARE or torch.get_num_threads() <= 2)
 
 
 def mask_key(rng: Tensor) -> tuple[int, int, int]:
@@ -248,37 +258,14 @@ def keep(
     """Returns 0 or 1 of shape [..., columns] in ``dtype``.  Words are int64 tensors [..., 1] that broadcast; columns
     count from ``first``."""
     block = torch.arange(first // 8, -(-(first + columns) // 8), device=position.device)
-    counter = position & _LO, site_head & _LO, block, sample & _LO
-    packed = _packed_on_host(counter, key) if _is_small(counter) else _packed(counter, key)
-    lanes = packed.view(torch.int16).flatten(-2)[..., first % 8 : first % 8 + columns]
-    out = torch.empty(lanes.shape, dtype=dtype, device=lanes.device) if out is None else out
-    return torch.ge(lanes, threshold(p) - 32768, out=out)
-
-
-def _is_small(counter: Words) -> bool:
-    """Returns whether numpy computes the words, faster than torch does on the one or two threads that it would use."""
-    count = math.prod(np.broadcast_shapes(*(word.shape for word in counter)))
-    return counter[0].is_cpu and 0 < count and (count < SHARE or torch.get_num_threads() <= 2)
-
-
-def _packed(counter: Words, key: Sequence[int]) -> Tensor:
-    """Returns int64 [.., 2]: the counters' four words of two lanes each, for signed comparisons."""
-    c0, c1, c2, c3 = _philox(counter, key, ROUNDS)
+    c0, c1, c2, c3 = _philox((position & _LO, site_head & _LO, block, sample & _LO), key, ROUNDS)
     packed = torch.empty(*c0.shape, 2, dtype=torch.int64, device=c0.device)
     torch.bitwise_or(c0, c1.bitwise_left_shift_(32), out=packed[..., 0])
     torch.bitwise_or(c2, c3.bitwise_left_shift_(32), out=packed[..., 1])
     packed ^= _FLIP
-    return packed
-
-
-def _packed_on_host(counter: Words, key: Sequence[int]) -> Tensor:
-    """Does what :func:`_packed` does, by numpy."""
-    c0, c1, c2, c3 = _rounds_numpy([word.numpy().view(np.uint64) for word in counter], key, ROUNDS)
-    packed = np.empty((*c0.shape, 2), np.uint64)
-    np.bitwise_or(c0, np.left_shift(c1, _HALF, out=c1), out=packed[..., 0])
-    np.bitwise_or(c2, np.left_shift(c3, _HALF, out=c3), out=packed[..., 1])
-    packed ^= np.uint64(_FLIP & 0xFFFFFFFFFFFFFFFF)
-    return torch.from_numpy(packed.view(np.int64))
+    lanes = packed.view(torch.int16).flatten(-2)[..., first % 8 : first % 8 + columns]
+    out = torch.empty(lanes.shape, dtype=dtype, device=lanes.device) if out is None else out
+    return torch.ge(lanes, threshold(p) - 32768, out=out)
 
 
 def keep_rows(mask: Mask, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -309,6 +296,15 @@ def uniform(rng: Tensor, position: Tensor, sample: Tensor, vocab: int, *, draw: 
     counter = position[:, None] & _LO, site, block, (first_sample + sample)[:, None] & _LO
     packed = [word.expand(len(position), len(block)) for word in philox(counter, (k0, k1))]
     drawn = torch.stack(packed, -1).flatten(1)[:, :vocab]
+    return (drawn.double() + 0.5) / 2.0**32
+
+
+def uniform_of(rng: Tensor, position: Tensor, sample: Tensor, token: Tensor, *, draw: Tensor) -> Tensor:
+    """Returns fp64 [n] in (0, 1): of :func:`uniform`'s numbers those of the global ids ``token``, each with the
+    position, sample and draw of its row, all int64 [n]."""
+    k0, k1, first_sample = mask_key(rng)
+    counter = position & _LO, SAMPLING_SITE << 16 | draw, token // 4, (first_sample + sample) & _LO
+    drawn = torch.stack(philox(counter, (k0, k1)), -1).gather(-1, token[:, None] % 4)[:, 0]
     return (drawn.double() + 0.5) / 2.0**32
 
 

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from ...kernels.runtime.op import acc_dtype
-from ...kernels.runtime.philox import make_rng, uniform
+from ...kernels.runtime.philox import make_rng, uniform, uniform_of
 from ...kernels.runtime.rules import described
 from ...ranks.messages import attempt, raise_together
 from .exchange import exchange
 from .model import CausalModel
 from .outputs import Record
 from .processors import Processor
+
+FEW = 4  # times as many tokens in the vocabulary as may be chosen, from which on these are picked
 
 
 class Sampling(NamedTuple):
@@ -115,7 +117,14 @@ class Noise:
         self.sample = self.sample.repeat_interleave(n)
 
     def added(self, scores: Tensor, position: Tensor) -> Tensor:
-        """scores [rows, V] of the tokens at ``position`` [rows] -> fp64 [rows, V]"""
+        """scores [rows, V] of the tokens at ``position`` [rows] -> fp64 [rows, V]; on a CPU numbers are drawn for those
+        alone that may be chosen, where these are few."""
+        row, token = (scores != -torch.inf).nonzero(as_tuple=True) if scores.is_cpu else (self.sample, self.sample)
+        if scores.is_cpu and FEW * len(row) < scores.numel():
+            drawn = uniform_of(self.rng, position[row], self.sample[row], token, draw=self.draw[row])
+            noisy = torch.full(scores.shape, -torch.inf, dtype=drawn.dtype)
+            noisy[row, token] = scores[row, token] - drawn.log_().neg_().log_()
+            return noisy
         drawn = uniform(self.rng, position, self.sample, scores.shape[-1], draw=self.draw)
         return scores - drawn.log_().neg_().log_()
 
@@ -178,7 +187,7 @@ def keep_likely(scores: Tensor, top_k: int | None, top_p: float | None, min_p: f
     if top_k is not None and top_k < scores.shape[-1]:
         scores = scores.masked_fill(scores < scores.topk(top_k).values[:, -1:], -torch.inf)
     if top_p is not None and top_p < 1:
-        ordered = scores.sort(-1, descending=True).values
+        ordered = _descending(scores)
         probs = ordered.softmax(-1)
         above = probs.cumsum(-1) - probs  # what is more likely
         count = ((above < top_p).sum(-1, keepdim=True) - 1).clamp(min=0)  # of NaN none is more likely
@@ -187,6 +196,15 @@ def keep_likely(scores: Tensor, top_k: int | None, top_p: float | None, min_p: f
         probs = scores.softmax(-1)
         scores = scores.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), -torch.inf)
     return scores
+
+
+def _descending(scores: Tensor) -> Tensor:
+    """Returns scores [B, V] in order, on a CPU without those that no row draws from, where these are most."""
+    if scores.is_cpu:
+        count = int((scores != -torch.inf).sum(-1).max())
+        if FEW * count < scores.shape[-1]:
+            return scores.topk(count).values
+    return scores.sort(-1, descending=True).values
 
 
 def callables(name: str, argument: Any) -> tuple[Callable[..., Any], ...]:
