@@ -119,12 +119,13 @@ class Noise:
     def added(self, scores: Tensor, position: Tensor) -> Tensor:
         """scores [rows, V] of the tokens at ``position`` [rows] -> fp64 [rows, V]; on a CPU numbers are drawn for those
         alone that may be chosen, where these are few."""
-        row, token = (scores != -torch.inf).nonzero(as_tuple=True) if scores.is_cpu else (self.sample, self.sample)
-        if scores.is_cpu and FEW * len(row) < scores.numel():
-            drawn = uniform_of(self.rng, position[row], self.sample[row], token, draw=self.draw[row])
-            noisy = torch.full(scores.shape, -torch.inf, dtype=drawn.dtype)
-            noisy[row, token] = scores[row, token] - drawn.log_().neg_().log_()
-            return noisy
+        if scores.is_cpu:
+            row, token = (scores != -torch.inf).nonzero(as_tuple=True)
+            if FEW * len(row) < scores.numel():
+                drawn = uniform_of(self.rng, position[row], self.sample[row], token, draw=self.draw[row])
+                noisy = torch.full(scores.shape, -torch.inf, dtype=drawn.dtype)
+                noisy[row, token] = scores[row, token] - drawn.log_().neg_().log_()
+                return noisy
         drawn = uniform(self.rng, position, self.sample, scores.shape[-1], draw=self.draw)
         return scores - drawn.log_().neg_().log_()
 
