@@ -16,7 +16,7 @@ def test_many_positions_are_turned_as_few(samples, width, dtype, interleaved):
     cos, sin = angles.cos(), angles.sin()
     y = rotate(x, cos, sin, interleaved)
     assert x.numel() > ROTATED and y.is_contiguous() and torch.equal(y[..., width:], x[..., width:])
-    for at in 0, 1, 546, 547, 699:  # ROTATED are 546 positions
+    for at in 0, 1, 546, 547, 699:  # ROTATED are 546 positions, of one thread
         place = slice(at, at + 1)
         one = rotate(x[..., place, :], cos[..., place, :], sin[..., place, :], interleaved)
         assert torch.equal(y[..., place, :], one) and not torch.equal(one, x[..., place, :])

@@ -9,7 +9,7 @@ from ..runtime.philox import keep, mask_key
 from ..runtime.philox import scale as keep_scale
 from .options import INF, DecodeOptions, Options, QueryChunk, query_positions
 
-ROTATED = 1 << 16  # elements that a CPU rotates at a time
+ROTATED = 1 << 16  # elements that a thread of a CPU rotates at a time
 
 # ---- shared with the CPU implementation ----
 
@@ -75,7 +75,7 @@ def _rotate_in_cache(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> 
     """Does what :func:`rotate` does, with its bits, a few positions at a time, in memory that stays in the cache."""
     W, y = 2 * cos.shape[-1], x.new_empty(x.shape)
     y[..., W:] = x[..., W:]
-    step = max(1, ROTATED * x.shape[-2] // x.numel())
+    step = max(1, ROTATED * torch.get_num_threads() * x.shape[-2] // x.numel())
     rooms = x.new_empty(0)
     for x_rows, y_rows, c, s in zip(*(t.split(step, -2) for t in (x, y, cos, sin)), strict=True):
         (xa, xb), (ya, yb) = (_pairs(t, W, interleaved) for t in (x_rows, y_rows))
