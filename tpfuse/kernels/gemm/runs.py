@@ -28,6 +28,7 @@ VECTORS = 2 * 32  # elements: whole vectors of all instructions in each share of
 _LITTLE = sys.byteorder == "little"  # a pair's first number is its word's lower half
 
 
+@torch.no_grad()  # as multiply_into is
 def value_of(z: Tensor, activation: str, y: Tensor | None = None) -> Tensor:
     """z [M, N] (gated [M, 2N] or [M, 2, N]) -> act(z) [M, N], in ``y`` where that is given, which is contiguous."""
     if activation not in GATED:
@@ -40,6 +41,7 @@ def value_of(z: Tensor, activation: str, y: Tensor | None = None) -> Tensor:
     return y
 
 
+@torch.no_grad()
 def gradient_of(
     dy: Tensor, z: Tensor, activation: str, *, rebuild: bool, dz: Tensor | None = None, y: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -57,7 +57,7 @@ def drop(z: Tensor, mask: Mask, residual: Tensor | None = None) -> Tensor:
     keeps = keep_rows(mask, rows, columns, z.dtype)
     if residual is None:
         return keeps.mul_(z).mul_(scale(mask.p))
-    return torch.addcmul(residual.to(z.dtype), z, keeps, value=scale(mask.p), out=keeps)
+    return torch.addcmul(residual.to(z.dtype), z, keeps, value=scale(mask.p))
 
 
 def fused_norm_fwd_ref(

@@ -77,9 +77,8 @@ def normalize_backward(d: Tensor, saved: Saved, has_beta: bool) -> tuple[Tensor,
         )
     else:
         x_hat, dg = xf * rstd, d * g
-        product = dg * x_hat
-        mean = product.mean(-1, keepdim=True)
-        dgamma, dbeta = torch.mul(d, x_hat, out=product).sum(0), d.sum(0) if has_beta else None
+        dgamma, dbeta = (d * x_hat).sum(0), d.sum(0) if has_beta else None
+        mean = (dg * x_hat).mean(-1, keepdim=True)
         dx = dg.sub_(x_hat.mul_(mean)).mul_(rstd)
     dbeta = in_dtype(dbeta, gamma.dtype) if has_beta else gamma.new_empty(0)
     return dx, in_dtype(dgamma, gamma.dtype), dbeta
