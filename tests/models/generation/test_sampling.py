@@ -113,6 +113,11 @@ def test_filters_keep_what_those_of_transformers_keep(top_k, top_p):
     assert torch.equal(keep_likely(scores, top_k, top_p), want)
 
 
+def test_where_nothing_may_be_drawn_nothing_stays():
+    scores = torch.full((2, 97), -torch.inf)
+    assert torch.equal(keep_likely(scores, None, 0.9), scores)
+
+
 def test_the_penalty_is_that_of_transformers():
     ids, logits = torch.tensor([[3, 5, 7], [9, 9, 11]]), torch.randn(2, 97)
     logits[:, [3, 9]] = 4.0  # the most likely were there before

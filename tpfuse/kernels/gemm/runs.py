@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..runtime.op import acc_dtype
+from ..runtime.processor import SHARE
 from .activation import ACTIVATIONS, GATED
 
-SHARE = 1 << 15  # elements: torch starts no thread for fewer
 RUN = 1 << 16  # elements of act(z); most functions of torch give at most two threads a share of so many
 VECTORS = 2 * 32  # elements: whole vectors of all instructions in each share of one thread or two
 _LITTLE = sys.byteorder == "little"  # a pair's first number is its word's lower half

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from .op import scalar
+from .processor import SHARE
 from .rules import COUNT, INT64, REALS, SEED, check_number, check_scalar, limited
 from .triton import tl, triton
 
 ROUNDS = 7
 _A, _B, _W0, _W1, _LO = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85, 0xFFFFFFFF
 _FACTOR_A, _FACTOR_B, _LOW, _HALF = np.uint64(_A), np.uint64(_B), np.uint64(_LO), np.uint64(32)
-SHARE = 1 << 15  # elements: torch starts no thread for fewer
 SAMPLING_SITE = 65535  # which no mask has
 _SITE = limited("lie in 0 to 65534", lambda v: 0 <= v < SAMPLING_SITE, integer=True)
 _FLIP = -0x7FFF7FFF7FFF8000  # 0x8000 in every 16-bit lane: turns an unsigned comparison into a signed one

@@ -22,6 +22,7 @@ LIMITS = {
     name: os.environ.get(name)
     for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
 }
+SHARE = 1 << 15  # elements: torch starts no thread for fewer
 # Limits of oneDNN's instructions below which it has no GEMM of 16 bits.
 NARROW = "SSE41", "AVX", "AVX2", "AVX2_VNNI"
 SUPPORTED = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}

@@ -202,7 +202,7 @@ def keep_likely(scores: Tensor, top_k: int | None, top_p: float | None, min_p: f
 def _descending(scores: Tensor) -> Tensor:
     """Returns scores [B, V] in order, on a CPU without those that no row draws from, where these are most."""
     if scores.is_cpu:
-        count = int((scores != -torch.inf).sum(-1).max())
+        count = max(int((scores != -torch.inf).sum(-1).max()), 1)
         if FEW * count < scores.shape[-1]:
             return scores.topk(count).values
     return scores.sort(-1, descending=True).values
