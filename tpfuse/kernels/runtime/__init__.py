@@ -7,6 +7,7 @@ device      Triton functions that several kernels use
 errors      the ValueError of a public function
 function    torch.autograd.Function with less host time a call
 leaves      sums as binary trees: the same bits at every number of ranks
+heap        memory that a step on a CPU frees stays in the process
 launch      starts a kernel with parameters that are a function of the call's shapes; what descriptors hold
 main_grad   gradients of weights added in fp32
 matmul      matrix products on a CPU, in 16 bits on any processor

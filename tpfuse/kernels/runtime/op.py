@@ -24,6 +24,7 @@ from ..._version import __version__
 from ..replay import UNKNOWN, Replayed, active_recorder, eager, on_cpu, read
 from ..replay.calls import LAUNCHED
 from .errors import check_rows
+from .heap import keep_freed_memory
 from .leaves import tree
 from .main_grad import cast
 
@@ -35,6 +36,7 @@ R = typing.TypeVar("R", bound=tuple[Any, ...])  # a record
 # The ledger counts ops by these.
 KINDS = "GEMM", "attention", "normalisation", "elementwise", "communication"
 GEMM, ATTENTION, NORM, ELEMENTWISE, COMMUNICATION = KINDS
+keep_freed_memory()
 
 
 class Cost(NamedTuple):
