@@ -23,13 +23,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..rotary.reference import rotate
 from ..runtime import matmul
 from ..runtime.errors import check
 from ..runtime.op import acc_dtype
 from ..runtime.philox import scale
 from ..runtime.shortcut import Shortcut
 from .options import INF, DecodeOptions, Options, QueryChunk, keys_in_range, query_positions
-from .reference import angles, attention_decode_ref, by_head, keep_mask, operands, rotate
+from .reference import angles, attention_decode_ref, by_head, keep_mask, operands
 
 BLOCK = 128  # positions
 LONGEST = 8 * BLOCK

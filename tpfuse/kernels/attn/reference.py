@@ -1,15 +1,14 @@
-"""The definition of attention in plain torch, and the views, rotation and mask that it shares with the CPU
+"""The definition of attention in plain torch, and the views, angles and mask that it shares with the CPU
 implementation.  The equations and the letters stand in op.py."""
 
 import torch
 from torch import Tensor
 
-from ..runtime.op import acc_dtype, has_numbers
+from ..rotary.reference import rotate
+from ..runtime.op import acc_dtype
 from ..runtime.philox import keep, mask_key
 from ..runtime.philox import scale as keep_scale
 from .options import INF, DecodeOptions, Options, QueryChunk, query_positions
-
-ROTATED = 1 << 16  # elements that a thread of a CPU rotates at a time
 
 # ---- shared with the CPU implementation ----
 
@@ -50,43 +49,6 @@ def angles(options: Options, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None
         rows = options.positions[: S * B].view(S, B)
     cos, sin = (table.to(dtype)[rows].transpose(0, 1)[:, None, None] for table in (options.cos, options.sin))
     return cos, sin
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotates the first W columns of x [..., S, E]: column i with i + W / 2, interleaved 2i with 2i + 1.
-
-    The arithmetic is that of cos and sin [..., S, W / 2]; the result is rounded once, to x's dtype.
-    """
-    W = 2 * cos.shape[-1]
-    if x.is_cpu and x.numel() > ROTATED and has_numbers(x) and not x.requires_grad:
-        return _rotate_in_cache(x, cos, sin, interleaved)
-    a, b = _pairs(x[..., :W].to(cos.dtype), W, interleaved)
-    both = a * cos - b * sin, b * cos + a * sin
-    rotated = torch.stack(both, -1).flatten(-2) if interleaved else torch.cat(both, -1)
-    return torch.cat([rotated.to(x.dtype), x[..., W:]], -1)
-
-
-def _pairs(x: Tensor, W: int, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Returns the columns of x that are rotated with one another, views."""
-    return (x[..., :W:2], x[..., 1:W:2]) if interleaved else (x[..., : W // 2], x[..., W // 2 : W])
-
-
-def _rotate_in_cache(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Does what :func:`rotate` does, with its bits, a few positions at a time, in memory that stays in the cache."""
-    W, y = 2 * cos.shape[-1], x.new_empty(x.shape)
-    y[..., W:] = x[..., W:]
-    step = max(1, ROTATED * torch.get_num_threads() * x.shape[-2] // x.numel())
-    rooms = x.new_empty(0)
-    for x_rows, y_rows, c, s in zip(*(t.split(step, -2) for t in (x, y, cos, sin)), strict=True):
-        (xa, xb), (ya, yb) = (_pairs(t, W, interleaved) for t in (x_rows, y_rows))
-        if rooms.shape[1:] != xa.shape:
-            rooms = torch.empty(4, *xa.shape, dtype=cos.dtype)
-        a, b, by_cos, by_sin = rooms
-        a.copy_(xa)
-        b.copy_(xb)
-        ya.copy_(torch.mul(a, c, out=by_cos).sub_(torch.mul(b, s, out=by_sin)))
-        yb.copy_(torch.mul(b, c, out=by_cos).add_(torch.mul(a, s, out=by_sin)))
-    return y
 
 
 def rotate_both(q: Tensor, k: Tensor, options: Options, rows: slice, *, back: bool = False) -> tuple[Tensor, Tensor]:

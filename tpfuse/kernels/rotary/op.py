@@ -23,6 +23,7 @@ from ..runtime.launch import launch, next_power_of_2, target
 from ..runtime.op import ELEMENTWISE, Cost, acc_dtype, autocast, moved, op
 from ..runtime.triton import tl, triton
 from ..runtime.tuning import tuned
+from .reference import rotate
 
 
 class Rotation(NamedTuple):
@@ -36,14 +37,9 @@ class Rotation(NamedTuple):
 
 
 def rope_fwd_ref(x: Tensor, rotation: Rotation, back: bool) -> Tensor:
-    positions, interleaved = rotation.positions, rotation.interleaved
-    cos, sin = (t[: len(x)] if positions is None else t[positions] for t in rotation[:2])
+    cos, sin = (t[: len(x)] if rotation.positions is None else t[rotation.positions] for t in rotation[:2])
     cos, sin = (t[:, None].to(acc_dtype(x)) for t in (cos, -sin if back else sin))
-    rotated, tail = x.to(cos.dtype).tensor_split([2 * cos.shape[-1]], -1)
-    a, b = rotated.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else rotated.chunk(2, -1)
-    pair = a * cos - b * sin, b * cos + a * sin
-    rotated = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
-    return torch.cat([rotated, tail], -1).to(x.dtype)
+    return rotate(x, cos, sin, rotation.interleaved)
 
 
 # ---- Triton ----

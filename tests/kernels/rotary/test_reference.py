@@ -1,9 +1,9 @@
-"""The rotation that references and CPU implementations share has the same bits however many positions it is given."""
+"""The rotation in plain torch has the same bits however many positions it is given."""
 
 import pytest
 import torch
 
-from tpfuse.kernels.attn.reference import ROTATED, rotate
+from tpfuse.kernels.rotary.reference import ROTATED, rotate
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -20,6 +20,16 @@ def test_many_positions_are_turned_as_few(samples, width, dtype, interleaved):
         place = slice(at, at + 1)
         one = rotate(x[..., place, :], cos[..., place, :], sin[..., place, :], interleaved)
         assert torch.equal(y[..., place, :], one) and not torch.equal(one, x[..., place, :])
+    rows = x[0, :, 0].transpose(0, 1).repeat(1, 2, 1)  # [M, H, E], as the op has them, more than ROTATED elements
+    tables = (t[0, 0, 0][:, None] for t in (cos, sin))
+    assert torch.equal(rotate(rows, *tables, interleaved), y[0, :, 0].transpose(0, 1).repeat(1, 2, 1))
+
+
+@pytest.mark.parametrize("shape", [(400, 3, 1, 1, 64), (1, 3, 400, 1, 64)], ids=["samples", "heads"])
+def test_one_position_of_many(shape):
+    x, cos, sin = torch.randn(shape), torch.full((1, 1, 1, 1, 32), 0.6), torch.full((1, 1, 1, 1, 32), 0.8)
+    y, few = rotate(x, cos, sin, False), rotate(x[:1, :, :1], cos, sin, False)
+    assert x.numel() > ROTATED and torch.equal(y[:1, :, :1], few)
 
 
 def test_gradients_are_recorded():
