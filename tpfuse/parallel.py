@@ -16,6 +16,7 @@ from ._version import __version__
 from .kernels.runtime.errors import check
 from .kernels.runtime.philox import FirstRow, RowPieces
 from .kernels.runtime.processor import order_of_sums
+from .kernels.runtime.rules import INTEGERS, WHOLE, check_number
 from .ranks.agreement import Header, agree
 from .ranks.groups import call_group, check_pieces, process_group
 from .ranks.messages import channel, gather, together
@@ -313,9 +314,9 @@ class TensorParallel:
         return self.divide(n, name)
 
     def divide(self, n: int, name: str) -> int:
-        """Returns n / size; ValueError for a negative n and, with the sizes that work, if n is not divisible."""
-        if n < 0:
-            raise ValueError(f"{name} must be at least 0, got {n}")
+        """Returns n / size; ValueError for an n below 0 or not an integer and, with sizes that work, not divisible."""
+        if not isinstance(n, INTEGERS) or n < 0:
+            check_number(name, n, WHOLE)
         if n % self.size:
             works = [d for d in range(1, min(n, 4 * self.size) + 1) if n % d == 0]
             raise ValueError(f"{name}={n} is not divisible by {self.axis} size {self.size}; use {_either(works)}")

@@ -124,8 +124,10 @@ def test_decoding_with_a_cache(ranks, R):
     [
         (8, (48, 12), "num_heads=12 is not divisible by tensor-parallel size 8; use 1, 2, 3, 4, 6 or 12"),
         (1, (50, 12), "hidden_size=50 is not divisible by num_heads=12"),
-        (1, (48, 0), "num_heads must be a positive integer, got 0"),
-        (1, (48, 12, -3), "num_kv_heads must be a positive integer, got -3"),
+        (1, (48, 0), "num_heads must be at least 1, got 0"),
+        (1, (48, 2.0), "num_heads must be an integer, got 2.0"),
+        (1, (48.0, 2), "hidden_size must be an integer, got 48.0"),
+        (1, (48, 12, -3), "num_kv_heads must be at least 1, got -3"),
         (1, (48, 12, 5), "num_heads=12 is not divisible by num_kv_heads=5"),
         (
             4,

@@ -72,10 +72,13 @@ def test_a_gradient_of_x_that_nobody_wants_takes_no_product():
     assert {c.name for c in backward.calls if c.ours} == {"linear_wgrad"}
 
 
+@pytest.mark.parametrize("width, rule", [(-3, "at least 0"), (20.0, "an integer"), ("8", "an integer")])
 @pytest.mark.parametrize("layer, what", [(ColumnParallelLinear, "out_features"), (RowParallelLinear, "in_features")])
-def test_a_negative_width(layer, what):
-    with pytest.raises(ValueError, match=f"{layer.__name__}: {what} must be at least 0, got -3"):
-        layer(*(-3, 5) if layer is RowParallelLinear else (5, -3), tp=fake_tp(2))
+def test_a_width_that_is_none(layer, what, width, rule):
+    with pytest.raises(ValueError, match=f"{layer.__name__}: {what} must be {rule}, got {width!r}"):
+        layer(*(width, 5) if layer is RowParallelLinear else (5, width), tp=fake_tp(2))
+    with pytest.raises(ValueError, match=f"{layer.__name__}: a size of weight must be {rule}, got {width!r}"):
+        layer(*(4, width) if layer is RowParallelLinear else (width, 4), tp=fake_tp(2))
 
 
 @pytest.mark.parametrize("layer, what", [(ColumnParallelLinear, "out_features"), (RowParallelLinear, "in_features")])

@@ -1,5 +1,7 @@
 """LayerNorm and RMSNorm on a sequence shard, sharded and whole, and against torch's."""
 
+import re
+
 import pytest
 import torch
 
@@ -31,6 +33,12 @@ def without_leaves(right, *args, leaves, **options):
 def test_a_sum_by_no_tree_is_seen(ranks):
     """Rows of another order of sums: right to rounding, and not to the bit."""
     assert_seen(ranks, CASES["layer"], "tpfuse.layers.norm.layer_norm", without_leaves, "weight", torch.float32)
+
+
+@pytest.mark.parametrize("shape, rule", [((4, 8), "an integer"), (8.0, "an integer"), (-3, "at least 0")])
+def test_a_width_that_is_none(shape, rule):
+    with pytest.raises(ValueError, match=re.escape(f"LayerNorm: a size of weight must be {rule}, got {shape!r}")):
+        LayerNorm(shape)
 
 
 @pytest.mark.parametrize("name, theirs", [("layer", torch.nn.LayerNorm), ("rms", torch.nn.RMSNorm)])

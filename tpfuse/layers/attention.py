@@ -14,7 +14,6 @@ from ..kernels.attn.op import attend
 from ..kernels.attn.options import Options, as_key_mask
 from ..kernels.norm import Recompute, reduce_bias_dropout_add_norm
 from ..kernels.rotary.op import rope as rotate
-from ..kernels.runtime.errors import check
 from ..kernels.runtime.main_grad import derived
 from ..kernels.runtime.philox import active_rng, threshold
 from ..kernels.runtime.rules import POSITIVE, check_numbers
@@ -152,8 +151,6 @@ class ParallelAttention(ParallelModule):
     def _build(self, shape: AttentionShape, layer: int, init: Init) -> None:
         D, H, tp = shape.hidden_size, shape.num_heads, self.tp
         groups = H if shape.num_kv_heads is None else shape.num_kv_heads
-        for name, heads in (("num_heads", H), ("num_kv_heads", groups)):
-            check(heads >= 1, f"ParallelAttention: {name} must be a positive integer, got {heads!r}")
         check_heads("ParallelAttention", D, H, groups, head_width=shape.head_width)
         threshold(shape.dropout)
         numbers = dict(scale=shape.scale, softcap=shape.softcap)

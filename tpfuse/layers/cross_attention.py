@@ -21,7 +21,7 @@ from ..kernels.runtime.errors import check
 from ..kernels.runtime.leaves import cut
 from ..kernels.runtime.op import acc_dtype
 from ..kernels.runtime.philox import active_rng, scale, threshold
-from ..kernels.runtime.rules import COUNT, check_number, check_numbers
+from ..kernels.runtime.rules import COUNT, check_number
 from ..parallel import TensorParallel
 from ..sequence_parallel.context import HeadSplit, cross_back, cross_rows
 from .linear import ColumnParallelLinear, ColumnProjection, RowParallelLinear
@@ -102,7 +102,6 @@ class CrossAttention(ParallelModule):
         super().__init__(tp)
         name = "CrossAttention"
         groups = num_heads if num_kv_heads is None else num_kv_heads
-        check_numbers(name, dict(num_heads=num_heads, num_kv_heads=groups), dict(num_heads=COUNT, num_kv_heads=COUNT))
         check_heads(name, hidden_size, num_heads, groups, head_width=head_width)
         self.heads = self.tp.divide_leaves(num_heads, f"{name}: num_heads")
         leaves, bitwise = self.tp.all_leaves, self.tp.bitwise

@@ -16,7 +16,7 @@ from ..kernels.runtime.leaves import tree
 from ..kernels.runtime.main_grad import derived
 from ..kernels.runtime.op import acc_dtype
 from ..kernels.runtime.philox import normal
-from ..kernels.runtime.rules import NOT_NEGATIVE, check_number
+from ..kernels.runtime.rules import NOT_NEGATIVE, WHOLE, check_number
 from ..parallel import TensorParallel, resolve
 from ..ranks.agreement import Agreement, Header, comparable, names, raise_everywhere
 from ..ranks.messages import attempt
@@ -116,6 +116,8 @@ class ParallelModule(nn.Module):
             return
         if not isinstance(init, str):
             check_number(f"{type(self).__name__}: init_std", init, NOT_NEGATIVE)
+        for size in shape:
+            check_number(f"{type(self).__name__}: a size of {name}", size, WHOLE)
         tp = self.ranks_of(name)
         ranks = tp.rank_copies(copies)
         spec = self.specs[name] = Spec(tuple(shape), dim, init, copies=ranks, leaf_copies=copies, origin=origin)

@@ -6,6 +6,7 @@ import torch
 
 from ..kernels.experts.records import Routing, check_routing
 from ..kernels.runtime.errors import check
+from ..kernels.runtime.rules import COUNT, check_number
 
 
 class AttentionShape(NamedTuple):
@@ -29,7 +30,10 @@ class AttentionShape(NamedTuple):
 
 
 def check_heads(caller: str, hidden_size: int, heads: int, kv_heads: int, head_width: int | None) -> None:
-    """Raises the ValueError of ``caller`` where hidden_size is no multiple of heads, or these of kv heads."""
+    """Raises the ValueError of ``caller`` where one is no positive integer, hidden_size no multiple of heads, or
+    these of kv heads."""
+    for name, size in dict(hidden_size=hidden_size, num_heads=heads, num_kv_heads=kv_heads).items():
+        check_number(f"{caller}: {name}", size, COUNT)
     fits = head_width is not None or hidden_size % heads == 0
     check(fits, f"{caller}: hidden_size={hidden_size} is not divisible by num_heads={heads}")
     check(heads % kv_heads == 0, f"{caller}: num_heads={heads} is not divisible by num_kv_heads={kv_heads}")
