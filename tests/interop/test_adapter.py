@@ -237,6 +237,10 @@ def tensors(change):
     return edit
 
 
+def every(*spoils):
+    return lambda path: [spoil(path) for spoil in spoils]
+
+
 BASE = "base_model.model"
 Q = BASE + ".model.layers.0.self_attn.q_proj.lora_{}.weight"
 ERRORS = {
@@ -264,6 +268,15 @@ ERRORS = {
         tensors(lambda t: [t.pop(Q.format(letter)) for letter in "AB"]),
         r"q_proj.lora_A.weight in .* must be \(3, 48\), got none",
     ),
+    "a layer missing of an expression": (
+        every(tensors(lambda t: [t.pop(Q.format(letter)) for letter in "AB"]), config(target_modules=".*q_proj")),
+        r"q_proj.lora_A.weight in .* must be \(3, 48\), got none",
+    ),
+    "a layer missing of numbers": (
+        every(tensors(lambda t: [t.pop(Q.format(letter)) for letter in "AB"]), config(layers_to_transform=[0])),
+        r"q_proj.lora_A.weight in .* must be \(3, 48\), got none",
+    ),
+    "no expression": (config(target_modules="(q_proj"), r"must hold regular expressions, got '?\(q_proj"),
     "a shape": (
         tensors(lambda t: t.update({Q.format("B"): torch.ones(3, 3)})),
         r"lora_B.weight in .* must be \(48, 3\), got \(3, 3\)",

@@ -14,6 +14,7 @@ lora_options.json  their defaults in PEFT, as python -m bench.defaults writes th
 parallelize        one line for a model of transformers
 parallelized       the class of the parallelized module: its forward, generate, files
 peft_model         a PeftModel in the place of the module that it wraps
+peft_targets       the modules that a LoraConfig adapts
 trainer            transformers' Trainer on a split model
 vocabulary         the embedding and head with transformers' interface, and their resizing
 """

@@ -36,6 +36,7 @@ from ..ranks.messages import gather, together
 from . import expert_adapter
 from .adaptable import Adaptables, ExpertParameter
 from .lora_options import check_options
+from .peft_targets import named_modules
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -114,7 +115,7 @@ def load_adapter(model: nn.Module, path: str | Path, *, trainable: bool = False)
             )
             for name in parameters
         }
-        required = of_experts.keys() | _named_layers(config, everywhere)
+        required = of_experts.keys() | _named_layers(f"load_adapter: {path / CONFIG}", config, everywhere)
         _check(path / WEIGHTS, handle, names, _shapes(everywhere, config["r"]) | of_experts, required=required)
         modules = [m for m in here.layers if f"{_PREFIX}{m}.lora_A.weight" in names]
         for name in sorted(parameters & here.experts.keys()):
@@ -324,17 +325,10 @@ def _shapes(adaptables: Adaptables, rank: int) -> dict[str, dict[str, tuple[int,
     return {name: {"A": (rank, inputs), "B": (outputs, rank)} for name, (outputs, inputs) in adaptables.layers.items()}
 
 
-def _named_layers(config: Mapping[str, Any], adaptables: Adaptables) -> set[str]:
-    """Returns the layers that a list of target_modules names by their endings, and of which PEFT has left out none."""
-    targets = config.get("target_modules")
-    past = (config.get(key) for key in ("exclude_modules", "layers_to_transform"))
-    if not isinstance(targets, list) or not all(value is None or value == [] for value in past):
-        return set()
+def _named_layers(place: str, config: Mapping[str, Any], adaptables: Adaptables) -> set[str]:
     # PEFT takes an ending that names a projection of experts for theirs alone
     of_experts = {name.rpartition(".")[2] for p in adaptables.experts.values() for name in p.projections}
-    endings = {t for t in targets if isinstance(t, str) and t.rpartition(".")[2] not in of_experts}
-    ends = lambda name: {name.split(".", i)[-1] for i in range(name.count(".") + 1)}
-    return {name for name in adaptables.layers if not endings.isdisjoint(ends(name))}
+    return named_modules(place, config, adaptables.layers, of_experts)
 
 
 def _check(
