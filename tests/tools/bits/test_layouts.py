@@ -1,19 +1,22 @@
 """Steps of training at several layouts, in this session's processes; each family of models."""
 
 import itertools
+import json
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.bitwise.training import KINDS, SMALL_KINDS
+from tpfuse.models import GPT, Bert, BertConfig, Classifier
+from tpfuse.models.classify import named_in
 from tpfuse.sequence_parallel.forms import leafwise
 from tpfuse.tools.bits.command import MakeModel, random_batches
 from tpfuse.tools.bits.layouts import COLUMNS, Layout, compare
 
 
 def _compared(world, make, layouts, bitwise, steps):
-    return compare(make, random_batches(make.config, 3, 13, steps), layouts, bitwise)
+    return compare(make, random_batches(make.config, 3, 13, steps, classifier=make.classifier), layouts, bitwise)
 
 
 def _in_order(world, make, layouts):
@@ -34,6 +37,26 @@ def test_layouts(ranks):
         assert all(equal == count > 0 for equal, count in row.counts().values()) and not row.skipped
         assert row.counts()["loss"] == (2, 2) and sum(n for _, n in row.counts().values()) == len(row.rows)
     assert set(bits[0].counts()) == set(COLUMNS)
+
+
+@pytest.mark.parametrize(
+    "kind, head",
+    [
+        ("gpt2", Classifier(3, per="token")),  # whose masks leave zeros of either sign
+        ("gpt2", Classifier(1)),
+        ("bert odd", Classifier(3, problem_type="multi_label_classification")),
+    ],
+    ids=["tokens", "a number a sequence", "labels a sequence"],
+)
+def test_a_directory_of_a_classifier(ranks, tmp_path, kind, head):
+    config = KINDS[kind]
+    model = Bert if isinstance(config, BertConfig) else GPT
+    model(config, classifier=head).save_pretrained(tmp_path)
+    stored = named_in(json.loads((tmp_path / "config.json").read_text()), config.hf)
+    assert (stored.num_labels, stored.per, stored.problem_type) == (head.num_labels, head.per, head.problem_type)
+    make = MakeModel(config, tmp_path, torch.float32, "fastest", classifier=stored)
+    bits, _ = ranks(2, _compared, make, [Layout(2, True)], 8, 1)
+    assert bits.same and bits[0].counts()["loss"] == (1, 1)
 
 
 def _new_groups(world, make):

@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...layers.block import SAVING
-from ...models import GPT, Bert, BertConfig, head_options, with_head
+from ...models import GPT, Bert, BertConfig, Classifier, head_options, with_head
+from ...models.classify import SINGLE, named_in
 from ...models.config.model import ModelConfig
-from ...models.files.read import CONFIG, INDEX, SINGLE
+from ...models.families import TOKEN
+from ...models.files.directory import read_json
+from ...models.files.read import CONFIG, INDEX
+from ...models.files.read import SINGLE as ONE_FILE
 from ...models.model import Model
 from ...parallel import BITWISE, TensorParallel
 from .. import command as cli
@@ -37,13 +42,14 @@ class MakeModel:
     folder: Path | None
     dtype: torch.dtype
     saving: str
+    classifier: Classifier | None = None  # the head that the directory holds
 
     def __call__(self, tp: TensorParallel) -> Model:
         if self.folder is None:
             return with_head(self.config, tp=tp, saving=self.saving).to(self.dtype).train()
         cls: Any = Bert if isinstance(self.config, BertConfig) else GPT
-        options = dict(dtype=self.dtype, saving=self.saving, **head_options(self.config.hf))
-        model: Model = cls.from_pretrained(self.folder, tp=tp, **options)
+        options = head_options(self.config.hf) if self.classifier is None else {}
+        model: Model = cls.from_pretrained(self.folder, tp=tp, dtype=self.dtype, saving=self.saving, **options)
         return model.train()
 
 
@@ -82,10 +88,12 @@ def _leaves(text: str) -> int | None:
 def _run(args: Namespace) -> int:
     """Returns 1 where bits differ, 0 otherwise."""
     config = settled_config(args, SEQ)
-    make = MakeModel(config, weights_of(args.model), DTYPES[args.dtype], args.saving)
+    folder = weights_of(args.model)
+    classifier = None if folder is None else named_in(read_json(folder, CONFIG), config.hf)
+    make = MakeModel(config, folder, DTYPES[args.dtype], args.saving, classifier=classifier)
     layouts = [Layout(size, sp) for size in args.tp for sp in SEQUENCE_PARALLEL[args.sequence_parallel]]
     check_splits(config, args.tp, args.bitwise)
-    batches = random_batches(config, args.batch, args.seq, args.steps)
+    batches = random_batches(config, args.batch, args.seq, args.steps, classifier=classifier)
     result = on_ranks(max(args.tp), _compared, (make, batches, layouts, args.bitwise))
     if isinstance(result, ValueError | OSError):
         raise result
@@ -99,7 +107,7 @@ def weights_of(name: str) -> Path | None:
     config = config_file(name)
     if config is None or config.name != CONFIG:
         return None
-    return config.parent if any((config.parent / file).is_file() for file in (SINGLE, INDEX)) else None
+    return config.parent if any((config.parent / file).is_file() for file in (ONE_FILE, INDEX)) else None
 
 
 def check_splits(config: ModelConfig, sizes: Sequence[int], bitwise: int | None) -> None:
@@ -111,11 +119,32 @@ def check_splits(config: ModelConfig, sizes: Sequence[int], bitwise: int | None)
             build(config, tp=tp, saving=SAVING[0], dtype=torch.float32)
 
 
-def random_batches(config: ModelConfig, batch: int, seq: int, steps: int) -> list[Batch]:
-    """Returns the arguments of a call a step: tokens that are their own labels, and the place of dropout's masks."""
+def random_batches(
+    config: ModelConfig, batch: int, seq: int, steps: int, *, classifier: Classifier | None = None
+) -> list[Batch]:
+    """Returns the arguments of a call a step: tokens, labels made of them, and the place of dropout's masks."""
     generator = torch.Generator().manual_seed(0)
-    tokens = [torch.randint(config.vocab_size, (batch, seq), generator=generator) for _ in range(steps)]
-    return [dict(input_ids=ids, labels=ids, step=step, first_sample=0) for step, ids in enumerate(tokens)]
+    batches: list[Batch] = []
+    for step in range(steps):
+        ids = torch.randint(config.vocab_size, (batch, seq), generator=generator)
+        if classifier is None:
+            head: dict[str, Tensor] = dict(labels=ids)
+        else:  # one per sequence reads the last token that the mask shows
+            head = dict(labels=labels_for(classifier, ids), attention_mask=torch.ones_like(ids))
+        batches.append(dict(input_ids=ids, step=step, first_sample=0, **head))
+    return batches
+
+
+def labels_for(classifier: Classifier, ids: Tensor) -> Tensor:
+    """Returns labels for a head's loss, made of tokens [B, S]."""
+    count = classifier.num_labels
+    if classifier.per == TOKEN:
+        return ids % count
+    if count == 1:
+        return ids[:, 0] % 2.0
+    if classifier.problem_type in (None, SINGLE):
+        return ids[:, 0] % count
+    return (ids[:, :1] + torch.arange(count)) % 2.0
 
 
 def _compared(arguments: tuple[Any, ...]) -> Bits | ValueError | OSError:
