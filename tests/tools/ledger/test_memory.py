@@ -117,6 +117,8 @@ BRANCHES = {
     "heads": dict(qk_norm=True),
     "beside": dict(branch_norm=True),
     "in place": dict(branch_norm=True, pre_norm=False, qk_norm=True, qk_norm_all=True),
+    "of copied heads": dict(qk_norm=True, num_kv_heads=1),
+    "of all copied heads": dict(branch_norm=True, pre_norm=False, qk_norm=True, qk_norm_all=True, num_kv_heads=2),
 }
 
 

@@ -395,7 +395,8 @@ def memory_table(r: DryRun) -> str:
 
 _RATIOS = """Counted is what the model on meta tensors does, formula the closed form of papers; a ratio is no error.
 - saved above 1: what embedding and head save, which the formula leaves out: most in few layers of a large vocabulary
-- flops below 1: keys that a causal mask or a window hides, which the formula computes; above 1: blocks computed again
+- flops below 1: keys that a causal mask or a window hides, which the formula computes; above 1: blocks computed
+  again, kv heads that several ranks have
 - sent above 1: vectors, statistics of the loss and tables of positions beside the tiles: most in few, narrow rows"""
 
 

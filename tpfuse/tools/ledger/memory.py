@@ -83,7 +83,8 @@ def activation_bytes(
 
     ``recompute``: "none", "selective" (attention's probabilities) or "full" for a plain layer with dropout on;
     "fastest" or "smallest" for tpfuse's, ``full`` where its blocks are recomputed (recompute="full" of a model).
-    ``imbalance``: of a model with experts, the busiest rank's rows over the mean; the bytes are that rank's.
+    Ranks that share a kv head save its keys and values each, and in tpfuse's layer their projections' weights, put
+    together.  ``imbalance``: of a model with experts, the busiest rank's rows over the mean; the bytes are that rank's.
     ``replicas``: how many the experts are divided among.  ``layer``: which layer, of a model where some have an MLP and
     some experts.  ValueError for another, for an imbalance that the ranks cannot have, for a plain layer of experts,
     and for a layer that is not there or not given where layers differ.
@@ -91,7 +92,7 @@ def activation_bytes(
     if recompute not in RECOMPUTE:
         raise ValueError(f"activation_bytes: recompute must be one of {', '.join(RECOMPUTE)}, got {recompute!r}")
     check_imbalance("activation_bytes", config, imbalance, tp, replicas=replicas)
-    s, e, rows, wired = Shape.of(config, layer), element_size, seq * batch, Wired.of(config)
+    s, e, rows, wired = Shape.of(config, layer).over(tp), element_size, seq * batch, Wired.of(config)
     if s.experts is not None and recompute not in SAVING:
         raise ValueError(
             f"activation_bytes: recompute={recompute!r} is of a plain layer, which has one MLP; of experts, use one of"
@@ -110,13 +111,14 @@ def activation_bytes(
         rowwise = wired.streams * e * s.D + wired.norms * ((streams - 1) * e * s.D + norm)
         rowwise += wired.branch_norms * (e * s.D + norm)
         inside = e * (s.qkv + s.H * s.E) + 4 * s.H + _qk_norms(config, s, e, t)
+        joined = e * s.qkv * s.D / t if t > config.kv_heads else 0
         if s.experts is None:
-            return rows * (rowwise / shards + (inside + e * (s.ffn_in + a)) / t)
+            return rows * (rowwise / shards + (inside + e * (s.ffn_in + a)) / t) + joined
         if t > shards:  # of the rows that experts read a rank keeps its share
             rowwise -= (streams - 1 if wired.mlp_norm else 1) * e * s.D
             inside += e * s.D
         experts = ExpertSizes(s.experts, rows / t, t * replicas, e, imbalance=imbalance, replicas=replicas)
-        return rows * (rowwise / shards + inside / t) + experts.saved(kept=recompute == "fastest")
+        return rows * (rowwise / shards + inside / t) + joined + experts.saved(kept=recompute == "fastest")
     # sums of the residual stream, masks of dropout; each norm's output, of a branch's norm its input
     rowwise = (2 * (e + 1) + (wired.norms + wired.branch_norms) * e) * s.D
     inside = e * (s.qkv + s.H * s.E + s.ffn_in + s.F) + _qk_norms(config, s, e, t)
@@ -258,12 +260,13 @@ def state_bytes(
 def parameter_count(config: ModelConfig, tp: int = 1, *, replicas: int = 1) -> float:
     """Returns the parameters of one rank, with a language-model head, in closed form.
 
-    Matrices, experts, biases before the split, and the embedding are divided by tp, the rest is replicated.
+    Matrices, experts, biases before the split, and the embedding are divided by tp, the rest is replicated; of fewer kv
+    heads than tp each rank has a copy of one.
     ``replicas``: how many the experts are divided among too.  For GPT-2 at tp = 1: V h + s h + L (12 h^2 + 13 h) + 2 h.
     """
     c, D, V = config, config.hidden_size, config.vocab_size
     norm = 2 * D if KINDS[c.norm].centred and c.norm_bias else D
-    layers = sum(s.L * _layer_parameters(c, s, norm, (tp, tp * replicas)) for s in Shape.kinds(c))
+    layers = sum(s.L * _layer_parameters(c, s.over(tp), norm, (tp, tp * replicas)) for s in Shape.kinds(c))
     vocabulary = V * D * (1 if c.tie_embeddings else 2)
     ends = (c.learned_positions + c.type_vocab_size) * D + norm
     if not c.hf.causal:  # the masked-LM head's bias, its transform and the norm of that

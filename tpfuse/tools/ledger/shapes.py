@@ -58,6 +58,10 @@ class Shape(NamedTuple):
             experts=mlp if isinstance(mlp, MoEShape) else None,
         )
 
+    def over(self, tp: int) -> "Shape":
+        """Returns the sizes over ``tp`` ranks together: where there are fewer kv heads than ranks, each has a copy."""
+        return self._replace(G=max(self.G, tp))
+
     @classmethod
     def kinds(cls, c: ModelConfig) -> list["Shape"]:
         """Returns the sizes of each kind of a model's layers, whose L add up to all of them."""
