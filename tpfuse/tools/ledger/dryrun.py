@@ -316,21 +316,26 @@ def expected_wire(config: ModelConfig, plan: Plan) -> int:
 
     Vectors, statistics of the loss and tables of positions are small.  With sequence parallelism a layer gathers its
     rows twice and exchanges twice, each way, and gathers two again for the weights' gradients; embedding and head add
-    an exchange and a gather each way, and one more gather.  Without it there are four all-reduces per layer, each an
-    exchange and a gather, and one at either end.  Experts send rows in place of one of the two gathers, exchanges
-    and gathers again, or without sequence parallelism in place of exchanges (tpfuse/layers/expert_sizes.py).  Blocks
-    that are recomputed send what forward sends again.
+    an exchange and a gather each way, and one more gather.  Without it there are four all-reduces per layer, and one
+    at either end.  Experts send rows in place of one of the two gathers, exchanges and gathers again, or without
+    sequence parallelism in place of exchanges (tpfuse/layers/expert_sizes.py).  Blocks that are recomputed send what
+    forward sends again.
     """
-    R, rows = plan.tp, -(-plan.piece * plan.micro_batch // plan.tp)
-    tiles, experts = 5 if plan.sequence_parallel else 4, 0.0
+    R, D, e = plan.tp, config.hidden_size, plan.dtype.itemsize
+    rows, whole = -(-plan.piece * plan.micro_batch // R), plan.piece * plan.micro_batch
+    tile = (R - 1) * rows * D * e
+    both = 2 * tile if plan.sequence_parallel else reduced_bytes(whole * D, e, R)  # an exchange and a gather
+    pairs, tiles, experts = 2, int(plan.sequence_parallel), 0.0
     for s in Shape.kinds(config):
-        layer, forward = (10, 4) if plan.sequence_parallel else (8, 4)
+        branches = 2 if s.experts is None else 1
+        pairs += s.L * branches * (2 + plan.full)
+        if plan.sequence_parallel:
+            tiles += s.L * branches
         if s.experts is not None:
-            layer, forward = (5, 2) if plan.sequence_parallel else (6, 3)
+            tiles += 0 if plan.sequence_parallel else s.L * (2 + plan.full)
             sizes = _expert_sizes(s.experts, rows, plan)
             experts += s.L * sizes.wire(kept=plan.saving == "fastest", recomputed=plan.full)
-        tiles += s.L * (layer + forward * plan.full)
-    return tiles * (R - 1) * rows * config.hidden_size * plan.dtype.itemsize + round(experts)
+    return pairs * both + tiles * tile + round(experts)
 
 
 def expected_cp_wire(config: ModelConfig, plan: Plan) -> int:
