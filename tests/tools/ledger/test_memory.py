@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from tests.common import make_tp
 from tests.models.common import STEP_CONFIG, batch, default_dtype
 from tests.routing import routed, to_the_first
-from tpfuse import KFAC, WholeMatrices
+from tpfuse import KFAC, WholeMatrices, add_lora
 from tpfuse.layers.block import SAVING
 from tpfuse.models import GPT, BertConfig, GPTConfig
 from tpfuse.parallel import TensorParallel
@@ -264,6 +264,26 @@ def test_state():
     for name in WHOLE:
         with pytest.raises(ValueError, match=f"{name} needs whole matrices, and sharded is set"):
             state_bytes(model, sharded=True, optimizer=name)
+
+
+@pytest.mark.parametrize("R", [1, 2])
+def test_state_of_an_adapter(ranks, R):
+    """Frozen weights are held, and nothing else of them."""
+    for found, counted in ranks(R, adapter_after_a_step):
+        assert found == counted[:4]
+
+
+def adapter_after_a_step(world):
+    model = GPT(STEP_CONFIG, tp=make_tp(world))
+    add_lora(model, rank=2, alpha=4)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(p for p in parameters if p.requires_grad)
+    model(**batch(STEP_CONFIG)).loss.backward()
+    optimizer.step()
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    states = [x for state in optimizer.state.values() for x in state.values()]
+    found = tuple(bytes_of(tensors) for tensors in (parameters, gradients, states, gradients))
+    return found, state_bytes(model, dp=2)
 
 
 def bytes_of(tensors):

@@ -223,8 +223,8 @@ def state_bytes(
     ValueError for the last two with ``sharded``, and where they refuse the model.  ``main_grad``: under
     tpfuse.MainGrad, with gradients of 4 bytes, no buckets, and fp32 weights that the optimizer steps on beside 16-bit
     parameters; ValueError with ``sharded``.  ``bucket_views``: under tpfuse.data_parallel, where the gradients lie in
-    DDP's buckets, and are not held twice.  Experts that are divided among the replicas are in no bucket and are not
-    sharded.
+    DDP's buckets, and are not held twice.  Frozen parameters have no gradients, states and buckets.  Experts
+    that are divided among the replicas are in no bucket and are not sharded.
     """
     if main_grad and sharded:
         raise ValueError("state_bytes: main_grad is of a replicated model, and sharded is set")
@@ -235,24 +235,24 @@ def state_bytes(
     parameters = list(model.parameters())
     experts = set(parameters) - set(same_on_replicas(model))
     share = lambda p: -(-len(p) // dp) * math.prod(p.shape[1:]) if sharded and p not in experts else p.numel()
-    bytes_of = lambda size: sum(share(p) * size(p.element_size()) for p in parameters)
-    weights = bytes_of(lambda size: size)
+    trained = [p for p in parameters if p.requires_grad]
+    bytes_of = lambda size: sum(share(p) * size(p.element_size()) for p in trained)
     handled = lambda module: sum(p.numel() * p.element_size() for p in module.parameters() if p not in experts)
-    total = handled(model)
     blocks = getattr(model, "blocks", [])  # None where another pipeline rank holds it
     units = [handled(block) for block in blocks if block is not None]
-    ends = total - sum(units)
+    ends = handled(model) - sum(units)
     gathered = sum(sorted([*units, ends])[-2:]) if sharded and dp > 1 else 0
+    buckets = sum(p.numel() * p.element_size() for p in trained if p not in experts)
     widened = lambda size: max(size, 4) if main_grad else size
     master = lambda size: 4 if main_grad and size < 4 else 0
     matrices = _of_matrices(model, optimizer, widened)
     by_elements = BY_ELEMENTS.get(optimizer, BY_ELEMENTS["adamw"])
-    states = sum(share(p) * by_elements(widened(p.element_size())) for p in parameters if p not in matrices)
+    states = sum(share(p) * by_elements(widened(p.element_size())) for p in trained if p not in matrices)
     return StateBytes(
-        parameters=weights,
+        parameters=sum(share(p) * p.element_size() for p in parameters),
         gradients=bytes_of(widened),
         optimizer=states + sum(matrices.values()) + bytes_of(master),
-        buckets=total if dp > 1 and not (sharded or main_grad or bucket_views) else 0,
+        buckets=0 if dp == 1 or sharded or main_grad or bucket_views else buckets,
         gathered=gathered,
     )
 
