@@ -10,11 +10,12 @@ from tests.common import fake_tp
 from tests.routing import evenly, routed
 from tests.sequence_parallel.test_overlap import restoring
 from tpfuse import TensorParallel, parallel
-from tpfuse.layers import ColumnParallelLinear
+from tpfuse.layers import ColumnParallelLinear, CrossAttention
 from tpfuse.models import GPT, GPTConfig
 from tpfuse.sequence_parallel import choice, flight
 from tpfuse.tools.ledger import Ledger
 from tpfuse.tools.ledger.aten import COMMUNICATION
+from tpfuse.tools.ledger.dryrun import fake_world
 
 CONFIG = GPTConfig(vocab_size=97, max_positions=64, hidden_size=64, num_layers=1, num_heads=4)
 FAST = 1e12, 1e9, 1e-4
@@ -41,6 +42,28 @@ def test_every_layer_is_listed(ranks, overlap):
         ("head", "gather_linear", "pairwise" if overlap == "pairwise" else "plain", 3 * one),
     ]
     assert all(name in table for name, *_ in paths) and f"overlap='{overlap}'" in table
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_projections_of_heads_with_norms(kv_heads):
+    """Listed apart, also where ranks have a copy of one kv head."""
+    rope = dict(rope_type="default", rope_theta=1e4)
+    config = replace(CONFIG, num_kv_heads=kv_heads, norm="rms", qk_norm=True, rope=rope)
+    with fake_world(2) as mesh, torch.device("meta"):
+        model = GPT(config, tp=TensorParallel(mesh["tp"], sequence_parallel=True))
+        paths = [(p.layer, p.op, p.bytes) for p in tpfuse.explain(model, 64)]
+    one = 32 * 64 * 4
+    assert paths[1:3] == [
+        ("blocks.0.attention.qkv", "gather_linear", 3 * one),
+        ("blocks.0.attention.out", "linear_exchange", 2 * one),
+    ]
+
+
+def test_rows_that_cross_attention_reads():
+    with fake_world(2) as mesh, torch.device("meta"):
+        attention = CrossAttention(64, 4, tp=TensorParallel(mesh["tp"]))
+        rows = {p.layer: (p.op, p.rows) for p in tpfuse.explain(attention, 64)}
+    assert rows == {"q": ("gather_linear", 64), "kv": ("gather_linear", None), "out": ("linear_exchange", 64)}
 
 
 @restoring

@@ -7,15 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.runtime.errors import check
-from ..layers import (
-    ColumnParallelLinear,
-    ParallelAttention,
-    ParallelMLP,
-    ParallelMoE,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-)
+from ..layers import ParallelAttention, ParallelMLP, ParallelMoE, RowParallelLinear, VocabParallelEmbedding
+from ..layers.cross_attention import KeyValue
 from ..layers.expert_sizes import ExpertSizes
+from ..layers.linear import ColumnProjection
 from ..layers.module import local
 from ..models.head import LMHead
 from ..models.model import Model
@@ -82,8 +77,9 @@ def explain(model: nn.Module, rows: int | None = None, *, dtype: torch.dtype | N
     """Lists everything in a model that exchanges rows, and what averages its gradients under DistributedDataParallel:
     the path its messages take, sizes, bytes and the reason.  It prints as a table.
 
-    ``rows`` is M = positions x samples of a call.  Without it a path that depends on rows is named with the least
-    that it takes. ``dtype`` is that of the activations: the weight's unless given (under autocast, its dtype).
+    ``rows`` is M = positions x samples of a call, not of the sequence that cross-attention reads.  Without it a path
+    that depends on rows is named with the least that it takes. ``dtype`` is that of the activations: the weight's
+    unless given (under autocast, its dtype).
     ValueError for ``rows`` below 1.
     """
     check(rows is None or rows > 0, f"explain: rows must be positive, got {rows}")
@@ -112,8 +108,10 @@ def _layers(model: nn.Module, call: _Call) -> Iterator[Path]:
             weight = module.qkv.flat()[0]
             columns = len(weight) + module.out.weight.shape[1]
             yield _path(name, "gather_attention_exchange", weight, module.tp, call=call, columns=columns)
-        elif isinstance(module, ColumnParallelLinear):
-            yield _path(name, "gather_linear", module.flat()[0], module.tp, call=call)
+        elif isinstance(module, ColumnProjection):
+            of_memory = isinstance(module, KeyValue)  # whose rows are those of another sequence
+            of_rows = call._replace(rows=None) if of_memory else call
+            yield _path(name, "gather_linear", module.flat()[0], module.tp, call=of_rows)
         elif isinstance(module, RowParallelLinear):
             yield _path(name, "linear_exchange", local(module.weight), module.tp, call=call)
         elif isinstance(module, LMHead):
