@@ -264,6 +264,8 @@ def test_state():
     for name in WHOLE:
         with pytest.raises(ValueError, match=f"{name} needs whole matrices, and sharded is set"):
             state_bytes(model, sharded=True, optimizer=name)
+    model.blocks.requires_grad_(False)
+    assert state_bytes(model, optimizer="muon") == state_bytes(model)
 
 
 @pytest.mark.parametrize("R", [1, 2])

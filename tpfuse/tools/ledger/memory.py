@@ -180,7 +180,8 @@ def _of_matrices(model: nn.Module, optimizer: str, size: Callable[[int], int]) -
     """Returns the bytes of the optimizer's state, whole on every rank, of each weight that it takes as a matrix."""
     if optimizer == "muon":  # momentum, and the gradient that was gathered
         found = matrices_in(getattr(model, "blocks", model))
-        return {p: math.prod(m.spec.shape) * size(p.element_size()) * (1 + (m.tp.size > 1)) for _, p, m in found}
+        each = lambda p, m: math.prod(m.spec.shape) * size(p.element_size()) * (1 + (m.tp.size > 1))
+        return {p: each(p, m) for _, p, m in found if p.requires_grad}
     if optimizer == "kfac":  # momentum, two factors and their inverses, in fp32
         found = matrices_in(model, only=weights_of(model))
         shapes = {p: (m.spec.shape, max(4, p.element_size())) for _, p, m in found}
