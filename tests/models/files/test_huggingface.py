@@ -3,8 +3,11 @@
 Spans: models/files/names.py, read.py, write.py, disk.py: a directory in, and out again.
 """
 
+import contextlib
 import functools
+import itertools
 import json
+import os
 import re
 import shutil
 from collections import Counter
@@ -22,7 +25,7 @@ from tests.common import assert_close, assert_equal, make_tp
 from tests.models.common import MODELS, batch, of_files, of_transformers, results, whole
 from tpfuse import TensorParallel
 from tpfuse.layers.shards import named_specs
-from tpfuse.models import GPT, Bert
+from tpfuse.models import GPT, Bert, GPTConfig
 from tpfuse.models.files import disk as hf_disk
 from tpfuse.models.files import read as hf_read
 from tpfuse.models.files import source as hf_source
@@ -603,6 +606,43 @@ def test_saving_again_leaves_nothing_of_before(ranks, theirs, tmp_path):
     ):  # fewer shards, then one file, twice
         ranks(2, resaved, str(path), str(tmp_path), "gpt", limit)
     assert content(tmp_path) == single | {"model-notes.txt": b"mine"}
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["fails", "ends"])
+@pytest.mark.parametrize("before, after", [(8_000, 8_000), (None, 8_000), (8_000, None)])
+def test_files_of_two_saves_are_never_read_together(tmp_path, before, after, ends):
+    """Whichever file cannot be moved: the earlier ones are back, or aside without a config where the process ended."""
+    sizes = dict(vocab_size=31, max_positions=8, hidden_size=16, num_layers=2)
+    first, second = (GPT(GPTConfig(**sizes, num_heads=heads), seed=heads) for heads in (2, 4))
+    path, move, moves = tmp_path / "out", os.replace, 0
+    hf_write.save(first.files, path, before)
+    earlier = content(path)
+
+    def moved(source, target):
+        nonlocal moves
+        moves -= path in (Path(source).parent, Path(target).parent)
+        if moves == 0 or (ends and moves < 0):
+            raise KeyboardInterrupt
+        move(source, target)
+
+    for count in itertools.count(1):
+        moves, removed = count, mock.patch.object(hf_disk.shutil, "rmtree") if ends else contextlib.nullcontext()
+        with mock.patch.object(os, "replace", moved), removed, contextlib.suppress(KeyboardInterrupt):
+            with mock.patch.object(Path, "unlink") if ends else contextlib.nullcontext():
+                hf_write.save(second.files, path, after)
+            break
+        if not ends:
+            assert content(path) == earlier
+            continue
+        files = [file for file in path.rglob("*") if file.is_file()]
+        assert earlier.items() <= {(file.name, file.read_bytes()) for file in files}
+        if count > 1:
+            with pytest.raises(ValueError, match=r"has no config\.json"):
+                GPT.from_pretrained(path)
+        shutil.rmtree(path)
+        hf_write.save(first.files, path, before)
+    assert count > 5
+    assert_equal(whole(GPT.from_pretrained(path)), whole(second))
 
 
 def test_saving_over_the_source(theirs, tmp_path):

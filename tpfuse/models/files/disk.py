@@ -5,17 +5,21 @@ followed, be it what a killed save left or somebody's link.  A link under a fina
 """
 
 import contextlib
+import filecmp
 import json
 import os
 import shutil
 import stat
 import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from safetensors import SafetensorError
 from safetensors import torch as safetensors
 from torch import Tensor
+
+_CONFIGS = "config.json", "adapter_config.json"  # without which nothing reads a directory
 
 
 class NewFiles:
@@ -33,6 +37,7 @@ class NewFiles:
                 raise FileExistsError("it exists and is not a directory")
             path.mkdir(parents=True, exist_ok=True)
             self.folder = Path(tempfile.mkdtemp(prefix=".saving-", dir=path))
+            self._is_half_done = False
         except (OSError, ValueError) as error:
             self._remove_made()
             raise OSError(f"{caller}: {path} cannot be written: {error}") from error
@@ -41,7 +46,8 @@ class NewFiles:
         return self.folder
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if not self._is_half_done:  # else it has files that were there before, which could not go back
+            shutil.rmtree(self.folder, ignore_errors=True)
         if error is not None:
             self._remove_made()
 
@@ -50,21 +56,54 @@ class NewFiles:
             with contextlib.suppress(OSError):  # others have come to use it
                 path.rmdir()
 
-    def publish(self) -> set[str]:
-        """Moves every file to its place, over one of the same name; returns the names.
+    def publish(self, superseded: Iterable[Path] = ()) -> None:
+        """Moves every file to its place, over one of the same name, and removes what is ``superseded``.
 
-        OSError, and nothing is moved, where a directory has one of the names.
+        Of several files that change the config goes first and comes last, so that a directory with files of two saves
+        has none, and no reader.  OSError, and every file stays as it was, where one cannot be moved.
         """
-        names = sorted(file.name for file in self.folder.iterdir())
+        names = sorted((file.name for file in self.folder.iterdir()), key=lambda name: (name not in _CONFIGS, name))
         for name in names:
             place = self.path / name
             if place.is_dir() and not place.is_symlink():
                 raise OSError(f"{self.caller}: {place} cannot be written: it is a directory")
             fsync(self.folder / name)
-        for name in names:
-            os.replace(self.folder / name, self.path / name)
+        earlier = [name for name in names if os.path.lexists(self.path / name)]
+        earlier += [file.name for file in superseded if file.name not in names]
+        if sum(not self._is_unchanged(name) for name in {*names, *earlier}) > 1:
+            self._exchange(names, earlier)
+        else:
+            for name in names:
+                os.replace(self.folder / name, self.path / name)
         fsync(self.path)
-        return set(names)
+
+    def _is_unchanged(self, name: str) -> bool:
+        """Returns whether a small file has the contents of the one in its place."""
+        new, place = self.folder / name, self.path / name
+        if new.suffix == ".safetensors" or not new.exists() or not place.is_file() or place.is_symlink():
+            return False
+        return filecmp.cmp(new, place, shallow=False)
+
+    def _exchange(self, names: Sequence[str], earlier: Sequence[str]) -> None:
+        """Sets the files ``earlier`` aside and moves those of ``names`` to their places; after an error all of them go
+        back."""
+        old, self._is_half_done = self.folder / "old", True
+        try:
+            old.mkdir()
+            for name in earlier:
+                os.replace(self.path / name, old / name)
+            for name in reversed(names):
+                os.replace(self.folder / name, self.path / name)
+        except BaseException:
+            for name in names:
+                if not os.path.lexists(self.folder / name):
+                    (self.path / name).unlink(missing_ok=True)
+            for name in reversed(earlier):
+                if os.path.lexists(old / name):
+                    os.replace(old / name, self.path / name)
+            self._is_half_done = False
+            raise
+        self._is_half_done = False
 
 
 def save_file(tensors: dict[str, Tensor], file: Path) -> None:

@@ -135,11 +135,12 @@ def _finish(model: ModelFiles, new: NewFiles, parts: Sequence[_Written]) -> None
     write_json(config, folder / CONFIG)
     if model.origin is not None and model.origin.path is not None:
         _copy_beside(model.origin.path, folder, new.path)
-    published = new.publish()
-    for old in new.path.glob("model*.safetensors*"):  # an earlier save's shards would be loaded in place of these
-        stale = re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?", old.name)
-        if stale and old.name not in published and (old.is_symlink() or not old.is_dir()):
-            old.unlink()
+    stale = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")  # would be loaded in place of these
+    new.publish(
+        file
+        for file in new.path.glob("model*.safetensors*")
+        if stale.fullmatch(file.name) and (file.is_symlink() or not file.is_dir())
+    )
 
 
 def _copy_beside(source: Path, folder: Path, target: Path) -> None:
