@@ -168,6 +168,32 @@ def test_under_autocast_and_where_a_hook_waits():
         assert_equal(*made)
 
 
+CHANGES = {
+    "eval": lambda model: model.eval(),
+    "train": lambda model: model.train(),
+    "one part": lambda model: model.blocks[1].attention.eval(),
+    "saving": lambda model: model.gradient_checkpointing_disable(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ["gpt2", "bert", "mixtral"])
+def test_blocks_run_again_as_they_ran(name, change):
+    """Dropout is as in forward, whatever the model is switched to before backward."""
+    grads = []
+    for switched in (True, False):
+        model = make(name, recompute="full").train(change != "train")
+        loss = model(**call_of(name, False)).loss
+        if switched:
+            CHANGES[change](model)
+        modes = [part.training for part in model.modules()]
+        loss.backward(retain_graph=True)
+        loss.backward()
+        assert modes == [part.training for part in model.modules()]
+        grads.append({name: p.grad for name, p in model.named_parameters()})
+    assert_equal(*grads)
+
+
 def test_frozen_blocks_and_no_gradient_at_all():
     grads = []
     for recompute in ("full", None):

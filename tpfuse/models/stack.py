@@ -1,7 +1,7 @@
 """A model's blocks one after another, each kept whole for backward or recomputed from its input."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -104,20 +104,44 @@ def _recomputed(block: Any, h: Tensor, normed: Normed, call: Call) -> tuple[Tens
 
         h, n, *sums = rerun(tensors_of, h, n)
         return h, Normed(n, sums=(*before, *sums))
+    run = _as_now(block)
     if recipe is None or block.post_norm:  # in post-norm n is h
-        return _normed(rerun(lambda h, n: _flat(block(h, Normed(n), call=call)), h, n), before)
+        return _normed(rerun(lambda h, n: _flat(run(h, Normed(n), call=call)), h, n), before)
     forward, shape, differentiated = [n], n.shape, n.requires_grad
     (_, *tensors), constants = recipe.tensors, recipe.constants
 
     def from_recipe(h: Tensor, *saved: Any) -> tuple[Any, ...]:
         if forward:  # where the graph goes on to what made n
-            return _flat(block(h, Normed(forward.pop()), call=call))
+            return _flat(run(h, Normed(forward.pop()), call=call))
         with torch.no_grad():  # tensors of a compiled block's recipe require gradients
             n = norm_apply(Recompute(h, *saved, *constants)).expand(shape)
         n.requires_grad_(differentiated)
-        return _flat(block(h, Normed(n), call=call))
+        return _flat(run(h, Normed(n), call=call))
 
     return _normed(rerun(from_recipe, h, *tensors), before)
+
+
+def _as_now(block: Any) -> Callable[..., Any]:
+    """Returns the call of a block with its parts in the modes that they are in now, saving what it saves now."""
+    modes = ((part, "training", part.training) for part in block.modules())
+    state = [*modes, (block, "saving", block.saving)]
+
+    def run(h: Tensor, normed: Normed, *, call: Call) -> tuple[Tensor, Normed]:
+        present = [(part, key, getattr(part, key)) for part, key, _ in state]
+        _set(state)
+        try:
+            result: tuple[Tensor, Normed] = block(h, normed, call=call)
+            return result
+        finally:
+            _set(present)
+
+    return run
+
+
+def _set(state: list[tuple[Any, str, Any]]) -> None:
+    for part, key, value in state:
+        if getattr(part, key) != value:
+            setattr(part, key, value)
 
 
 def _flat(output: tuple[Tensor, Normed]) -> tuple[Any, ...]:
