@@ -93,6 +93,13 @@ def test_values_and_gradients_are_those_of_merged_weights(targets):
     assert against_merged_weights(*targets) < 1e-12
 
 
+def test_tensors_in_place_of_parameters():
+    case = moe.CASES["many rows"]
+    layer, (x, _) = adapted(moe.make(case, None, FP64)), moe.data(case, FP64)
+    tensors = {name: p.detach().clone() for name, p in layer.named_parameters()}
+    assert torch.equal(functional_call(layer, tensors, (x,)), layer(x))
+
+
 @pytest.mark.parametrize("function", ["reduced", "reduced_gradient"])
 def test_a_wrong_scale_is_seen(function):
     with planted(f"{LOW_RANK}.{function}", doubled):

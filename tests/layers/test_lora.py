@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.fsdp import fully_shard
+from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.common import Recorder, assert_close, assert_equal, error, make_tp
@@ -79,6 +80,19 @@ def test_equal_to_torch(name):
     merged = lambda: layer.weight + 6.0 / 3 * layer.lora.B @ layer.lora.A.view(3, -1)
     exact = reference(lambda x: F.linear(x, merged(), layer.bias), x, dy, dict(layer.named_parameters()))
     assert_close(step(layer, case, x, dy), exact, F64)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_tensors_in_place_of_parameters(case):
+    layer = build(case, None, F64)
+    x, dy = data(case, F64)
+    exact = layer(x, **case.call)
+    exact.backward(dy)
+    tensors = {name: p.detach().clone().requires_grad_() for name, p in layer.named_parameters()}
+    called = functional_call(layer, tensors, (x,), case.call)
+    called.backward(dy)
+    assert torch.equal(called, exact)
+    assert_equal({name: t.grad for name, t in tensors.items()}, {name: p.grad for name, p in layer.named_parameters()})
 
 
 def not_summed(right, x, tp):

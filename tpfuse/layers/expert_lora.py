@@ -45,12 +45,12 @@ class ExpertLoRA(Adapter):
         return ExpertAdapters(*(self._pair(leaf) if leaf in self.leaves else None for leaf in EXPERT_WEIGHTS))
 
     def _pair(self, leaf: str) -> LowRank:
-        a, b = (on_pieces(self.get_parameter(f"{letter}_{leaf}"), self.tp) for letter in "AB")
+        a, b = (on_pieces(getattr(self, f"{letter}_{leaf}"), self.tp) for letter in "AB")
         return LowRank(a, b.flatten(1, -2), self.scale)
 
     def deltas(self) -> dict[str, Tensor]:
         deltas = {}
         for leaf in self.leaves:
-            (a, b, scale), rows = self._pair(leaf), local(self.get_parameter(f"B_{leaf}")).shape[:-1]
+            (a, b, scale), rows = self._pair(leaf), local(getattr(self, f"B_{leaf}")).shape[:-1]
             deltas[leaf] = (scale * (b @ a)).view(*rows, -1)
         return deltas

@@ -77,7 +77,7 @@ class ColumnLoRA(Adapter):
         ones = torch.eye(len(self.adapted), dtype=self.A.dtype, device=self.A.device)
         if name is None:
             return ones.new_zeros(math.prod(shape), rank * len(ones))
-        b = local(self.get_parameter(name)) if b is None else b
+        b = local(getattr(self, name)) if b is None else b
         widths = [n for n, module in parts if module in self.adapted]
         pieces = iter(b.split(widths, 1) if len(parts) > 1 else (b,))
         blocks = [
@@ -93,7 +93,7 @@ class ColumnLoRA(Adapter):
         rows = n[0] if n.dim() == 3 else n
         u = self._thin(rows, recompute)
         names = [name for _, name, _ in self.leaves.values() if name is not None]
-        b = derived(self._joined, *(local(self.get_parameter(name)) for name in names), dtype=u.dtype)
+        b = derived(self._joined, *(local(getattr(self, name)) for name in names), dtype=u.dtype)
         return gather_linear(u, b, tp=self.tp)
 
     def _thin(self, rows: Tensor, recompute: Recompute | None) -> Tensor:
