@@ -99,9 +99,11 @@ class ModelDirectory(NamedTensors):
         self.path = Path(path)
         self.caller, self.holder = "from_pretrained", str(path)
         if not (self.path / CONFIG).is_file():
-            raise ValueError(
-                f"from_pretrained: {self.path} has no config.json; it must be a local Hugging Face directory"
-            )
+            aside = next((file.parent for file in self.path.glob(f".saving-*/old/{CONFIG}")), None)
+            cure = "it must be a local Hugging Face directory"
+            if aside is not None:
+                cure = f"a save ended while it moved files; earlier ones are in {aside}: save again or put them back"
+            raise ValueError(f"from_pretrained: {self.path} has no config.json; {cure}")
         self.config = self._named(lambda: read_json(self.path, CONFIG))
         self._handles = {file: self._open(file) for file in self._weight_files()}
         self._file_of: dict[str, str] = {}
