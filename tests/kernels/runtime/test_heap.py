@@ -33,6 +33,7 @@ def _pages(**environment: str) -> float:
     return float(run.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the thresholds are glibc's")
 @pytest.mark.skipif(bool(SETTINGS & {*os.environ}), reason="a user's settings stay")
 def test_a_step_takes_few_pages_anew():
