@@ -150,7 +150,7 @@ class ColumnParallelLinear(ColumnProjection):
             activation in PLAIN,
             f"{type(self).__name__}: activation must be one of {', '.join(PLAIN)}, got {activation!r}",
         )
-        shape = (out_features,) if isinstance(out_features, int) else tuple(out_features)
+        shape = tuple(out_features) if isinstance(out_features, tuple | list) else (out_features,)
         self.tp.divide_leaves(shape[0], "ColumnParallelLinear: out_features")
         self.in_features, self.out_features, self.activation = in_features, math.prod(shape), activation
         self.add_parameter("weight", (*shape, in_features), 0, init_std, dtype=dtype, device=device)
