@@ -23,6 +23,7 @@ CONFIGS = [
     dict(target_modules=["q_proj"], layers_to_transform=[1], layers_pattern="layers"),
     dict(target_modules=["q_proj"], layers_to_transform=[1], layers_pattern=["blocks", "layers"]),
     dict(target_modules=["q_proj"], layers_to_transform=[1], layers_pattern=["blocks"]),
+    dict(target_modules=["q_proj"], layers_to_transform=[1], layers_pattern="(h|layers)"),
     dict(target_modules=["q_proj", "v_proj"], exclude_modules=["layers.0.self_attn.q_proj"]),
     dict(target_modules=["q_proj", "v_proj"], exclude_modules=r"model\.layers\.1\..*"),
 ]

@@ -1,7 +1,8 @@
 """The modules that a LoraConfig adapts, by PEFT's rules: tensors of one that are missing are an error, not zeros.
 
-target_modules and exclude_modules are a regular expression of whole names, or a list of names and of their endings;
-layers_to_transform keeps of what endings name the layers of these numbers, which follow a name of layers_pattern.
+target_modules and exclude_modules are each a regular expression that matches a whole name, or a list of names and of
+endings of names.  layers_to_transform holds numbers of layers: an ending then names modules of these layers alone.  A
+layer's number stands behind a part of the name that matches layers_pattern, behind any part where there is none.
 """
 
 import re
@@ -24,8 +25,9 @@ def named_modules(place: str, config: Mapping[str, Any], modules: Iterable[str],
     numbers = [] if numbers is None else numbers if isinstance(numbers, list) else [numbers]
     if isinstance(targets, list):
         targets = [t for t in targets if isinstance(t, str) and t.rpartition(".")[2] not in reserved]
-    before = config.get("layers_pattern") or []
-    patterns = [rf"(?:^|.*?\.){p}" for p in ([before] if isinstance(before, str) else before)] or [r".*?\.[^.]*"]
+    before = config.get("layers_pattern")
+    before = before if isinstance(before, list) else [before] if before else []
+    patterns = [rf"(?:^|.*?\.){p}" for p in before] or [r".*?\.[^.]*"]
     for pattern in (*patterns, *(p for p in (targets, excluded) if isinstance(p, str))):
         check(_compiles(pattern), f"{place} must hold regular expressions, got {brief(pattern)}")
     by_ending = lambda name: isinstance(targets, list) and name not in targets and bool(numbers)
@@ -46,9 +48,9 @@ def _names(targets: str | list[Any], name: str) -> bool:
 
 def _number(patterns: list[str], name: str) -> int | None:
     """Returns the number of the layer that a module is in."""
-    matches = (re.match(rf"{pattern}\.(?P<number>\d+)\.", name) for pattern in patterns)
+    matches = (re.match(rf"{pattern}\.(\d+)\.", name) for pattern in patterns)
     match = next(filter(None, matches), None)
-    return None if match is None else int(match["number"])
+    return None if match is None else int(match[match.lastindex or 0])
 
 
 def _compiles(pattern: str) -> bool:

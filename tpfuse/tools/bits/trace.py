@@ -183,7 +183,7 @@ class _Recorder:
 
         def record(dx: Tensor | None) -> None:
             if dx is not None:
-                # 0 in place of -0: of copies of rows one may be read alone, and -0 plus the others' 0 is 0
+                # -0 counts as 0: where ranks add parts, the sum of -0 and the others' 0 is 0
                 self.recorded.add(key, self._of_rows(kind, dx) + 0.0)
 
         x.register_hook(record)
